@@ -1,0 +1,55 @@
+# Everything runs in .venv, which `make setup` builds from pyproject.toml and the tested versions in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow bench lint format clean
+
+help:
+	@echo "make setup      create .venv with everything (once, a few minutes)"
+	@echo "make demo       train a small private model and print what it cost"
+	@echo "make test       lint, format check, types, fast tests"
+	@echo "make test-slow  the slow tests and those that need real data sets"
+	@echo "make bench      every script in benchmarks/"
+	@echo "make lint       ruff and mypy only"
+	@echo "make format     let ruff format and fix the code"
+	@echo "make clean      remove .venv, caches and build outputs"
+
+setup: $(STAMP)
+	@:
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing dphero into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all]'
+	@touch $@
+	@echo "Done."
+
+demo: setup
+	@$(BIN)/dphero demo
+
+test: lint
+	@$(BIN)/python -m pytest -q
+
+test-slow: setup
+	@$(BIN)/python -m pytest -q -m "slow or realdata"
+
+bench: setup
+	@set -e; for script in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do \
+		echo "== $$script"; $(BIN)/python $$script; \
+	done
+
+lint: setup
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+
+format: setup
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+clean:
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""Accounting: what was released (events, ledger), what it costs (accountants), and what follows from it.
+
+Nothing here imports torch.
+"""
+
+from dphero.accounting.accountants import (
+    ACCOUNTANTS,
+    DEFAULT_FILTER_ORDER,
+    MAX_STEPS,
+    Price,
+    UnpriceableError,
+    claimed_by_paper,
+    price,
+)
+from dphero.accounting.budget import Budget, BudgetExhausted
+from dphero.accounting.calibration import (
+    CalibrationError,
+    calibrate_noise_multiplier,
+    calibrate_sample_rate,
+    calibrate_steps,
+)
+from dphero.accounting.event import EVENT_KINDS, Event, Relation
+from dphero.accounting.events import AdaptiveGaussian, Gaussian, PoissonGaussian, ShuffledGaussian
+from dphero.accounting.ledger import LEDGER_VERSION, Ledger
+from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
+
+__all__ = [
+    "ACCOUNTANTS",
+    "DEFAULT_FILTER_ORDER",
+    "EVENT_KINDS",
+    "LEDGER_VERSION",
+    "MAX_STEPS",
+    "UNSOUND_AS_PUBLISHED",
+    "AdaptiveGaussian",
+    "Budget",
+    "BudgetExhausted",
+    "CalibrationError",
+    "Event",
+    "Gaussian",
+    "Ledger",
+    "PoissonGaussian",
+    "Price",
+    "Relation",
+    "ShuffledGaussian",
+    "Statement",
+    "UnpriceableError",
+    "calibrate_noise_multiplier",
+    "calibrate_sample_rate",
+    "calibrate_steps",
+    "claimed_by_paper",
+    "price",
+    "statement",
+]

@@ -1,0 +1,66 @@
+"""Checks of the numbers that users hand in: each returns the number, or says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import SupportsFloat, SupportsIndex
+
+
+def finite(name: str, value: SupportsFloat, advice: str) -> float:
+    """Returns ``value`` as a float; refuses what is not a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}: {advice}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}: {advice}")
+    return number
+
+
+def noise_multiplier(value: SupportsFloat, *, zero_allowed: bool = False) -> float:
+    """A noise multiplier: positive, or zero where an event may have released something without noise."""
+    advice = "give the noise's standard deviation divided by the clip bound, for example 1.0"
+    number = finite("noise_multiplier", value, advice)
+    if number < 0 or (number == 0 and not zero_allowed):
+        bound = "at least 0" if zero_allowed else "above 0 (no noise is no privacy)"
+        raise ValueError(f"noise_multiplier must be {bound}, got {number}: {advice}")
+    return number
+
+
+def sample_rate(value: SupportsFloat) -> float:
+    """A sampling probability in (0, 1]."""
+    advice = "give the expected lot size divided by the number of examples, for example 256 / 60000"
+    number = finite("sample_rate", value, advice)
+    if not 0 < number <= 1:
+        raise ValueError(f"sample_rate must be above 0 and at most 1, got {number}: {advice}")
+    return number
+
+
+def delta(value: SupportsFloat) -> float:
+    """A failure probability in (0, 1)."""
+    advice = "give a probability well below one over the number of examples, for example 1e-5"
+    number = finite("delta", value, advice)
+    if not 0 < number < 1:
+        raise ValueError(f"delta must be above 0 and below 1, got {number}: {advice}")
+    return number
+
+
+def epsilon(value: SupportsFloat) -> float:
+    """A target epsilon: positive and finite."""
+    advice = "give the privacy loss that you allow, for example 3.0"
+    number = finite("epsilon", value, advice)
+    if number <= 0:
+        raise ValueError(f"epsilon must be above 0, got {number}: {advice}")
+    return number
+
+
+def whole(name: str, value: SupportsIndex, *, least: int) -> int:
+    """A whole number of at least ``least``; floats and booleans are refused rather than rounded."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name} must be a whole number, got {value!r}: give one of at least {least}")
+    return number

@@ -1,0 +1,50 @@
+"""What all commands share: how errors are shown, and the version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+import typer
+from typer.core import TyperGroup
+
+import dphero
+
+
+class OneLineErrors(TyperGroup):
+    """Shows an error as one line on stderr with exit code 2: wrong usage, and what the library refuses."""
+
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any
+    ) -> Any:
+        """Run the command line and leave the process."""
+        options["standalone_mode"] = False
+        try:
+            status = super().main(args, prog_name, *rest, **options)
+        except click.ClickException as error:
+            _fail(error.format_message())
+        except click.Abort:
+            _fail("interrupted", status=130)
+        except (ValueError, OSError) as error:
+            _fail(str(error))
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    typer.echo(f"dphero: error: {' '.join(message.split())}", err=True)
+    sys.exit(status)
+
+
+def version(wanted: bool) -> None:
+    """Print the installed version and stop, if it is wanted."""
+    if not wanted:
+        return
+    try:
+        number = importlib.metadata.version("dphero")
+    except importlib.metadata.PackageNotFoundError:
+        number = dphero.__version__
+    typer.echo(f"dphero {number}")
+    raise typer.Exit

@@ -1,0 +1,86 @@
+"""How the pricing commands take their arguments and show a price."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from dphero.accounting import Price
+
+Accountant = Literal["pld", "rdp", "zcdp", "gdp"]
+
+DeltaOption = Annotated[float, typer.Option(help="The probability left out of account, below 1 / examples.")]
+AccountantOption = Annotated[Accountant, typer.Option(help="How to price.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def show(
+    price: Price,
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    as_json: bool,
+    solved: str | None = None,
+) -> None:
+    """Print what Poisson Gaussian steps cost, for people or as one JSON object with fixed keys.
+
+    Args:
+        price: The price of all steps.
+        noise_multiplier: The noise of each step.
+        sample_rate: The probability with which an example enters a lot.
+        steps: How many steps.
+        as_json: Whether to print JSON.
+        solved: The name of the number that was solved for, if one was.
+    """
+    if as_json:
+        finite = math.isfinite(price.epsilon)
+        record = {
+            "epsilon": price.epsilon if finite else None,
+            "delta": price.delta,
+            "accountant": price.accountant,
+            "noise_multiplier": noise_multiplier,
+            "sample_rate": sample_rate,
+            "steps": steps,
+            "relation": price.relation,
+        }
+        warning = price.warning if finite else "epsilon is infinite: nothing is guaranteed"
+        typer.echo(json.dumps(record | ({"warning": warning} if warning else {})))
+        return
+    # Whatever is rounded for the eye is rounded to the safe side: a price and noise up, a sample rate down.
+    rows = {
+        "noise multiplier": ("noise_multiplier", f"{_round(noise_multiplier, math.ceil):.6g}"),
+        "sample rate": ("sample_rate", f"{_round(sample_rate, math.floor):.6g}"),
+        "steps": ("steps", f"{steps:,}"),
+        "accountant": ("", f"{price.accountant}, {'upper bound' if price.is_bound else 'not a bound'}"),
+        "neighbours": ("", price.relation.replace("_", " ")),
+    }
+    table = Table.grid(padding=(0, 2))
+    for label, (name, value) in rows.items():
+        table.add_row(label, value, style="bold green" if name == solved else None)
+    if price.warning:
+        table.add_row("warning", price.warning, style="yellow")
+    sign = "≤" if price.is_bound else "≈"
+    title = f"ε {sign} {_round(price.epsilon, math.ceil, 5):.5g} at δ = {price.delta:g}"
+    Console(highlight=False).print(
+        Panel(table, title=f"[bold]{title}[/bold]", expand=False, title_align="left")
+    )
+
+
+def _round(value: float, towards: Callable[[float], int], digits: int = 6) -> float:
+    """``value`` to so many significant digits, rounded by ``towards`` (``math.ceil`` or ``math.floor``)."""
+    if value == 0 or not math.isfinite(value):
+        return value
+    nearest = float(f"{value:.{digits}g}")
+    if math.isclose(nearest, value, rel_tol=1e-12):
+        return nearest
+    scale = 10.0 ** (digits - 1 - math.floor(math.log10(abs(value))))
+    return float(towards(value * scale)) / scale

@@ -1,0 +1,143 @@
+"""Clip rules: from per-example norms to per-example weights.
+
+Every rule keeps ‖(weights_i · w_i)‖ ≤ ``norm`` for the whitened gradient w_i of each example, over all
+parameters together: one example moves the sum by at most ``norm``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping"]
+
+
+class Clipping(ABC):
+    """A clip rule with a bound ``norm`` on what one example can add."""
+
+    def __init__(self, norm: float) -> None:
+        self.norm = norm
+
+    @abstractmethod
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return, for each parameter, the weight of each example, given ‖w_i‖² by parameter."""
+
+    @property
+    def count_noise(self) -> float | None:
+        """Standard deviation of the noise on the count that adapts the bound; ``None`` where none is released."""
+        return None
+
+    def observe(self, square_norms: Mapping[str, Tensor], real: Tensor) -> Tensor | None:
+        """Return this batch's share of the count to be released, or ``None``."""
+        return None
+
+    def adapt(self, noisy_count: float, expected_lot: float) -> None:
+        """Move the bound after a release."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        return {"norm": self.norm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.norm = float(state["norm"])
+
+
+class Flat(Clipping):
+    """One norm over all parameters: weights = min(1, C / ‖w_i‖)."""
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        shared = _bounded(self.norm, total(square_norms))
+        return {name: shared for name in square_norms}
+
+
+class Automatic(Clipping):
+    """Normalise instead of clip: weights = C / (‖w_i‖ + γ) (Bu et al.), always below C / ‖w_i‖."""
+
+    def __init__(self, norm: float, stability: float = 0.01) -> None:
+        super().__init__(norm)
+        self.stability = stability
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        shared = self.norm / (total(square_norms).sqrt() + self.stability)
+        return {name: shared for name in square_norms}
+
+
+class PerLayer(Clipping):
+    """Each of the L modules with parameters is clipped alone, to C / √L, so that the whole stays within C."""
+
+    def __init__(self, norm: float, layers: Mapping[str, str]) -> None:
+        super().__init__(norm)
+        self._layers = dict(layers)
+        self._share = norm / math.sqrt(len(set(layers.values())))
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        sums: dict[str, Tensor] = {}
+        for name, squares in square_norms.items():
+            layer = self._layers[name]
+            sums[layer] = sums[layer] + squares if layer in sums else squares
+        weights = {layer: _bounded(self._share, squares) for layer, squares in sums.items()}
+        return {name: weights[self._layers[name]] for name in square_norms}
+
+
+class Adaptive(Flat):
+    """The bound follows a quantile of the norms, privately (Andrew et al.).
+
+    Each release also publishes a noisy count of the examples below the bound, over the *whole* lot:
+    b̃ = (Σ_i (1[‖w_i‖ ≤ C_t] − ½) + σ_b z) / B + ½, then C_{t+1} = C_t exp(−η (b̃ − quantile)). Σ moves by at
+    most ½ per example, so the step costs what multiplier σ costs if the gradient is released at
+    (σ⁻² − (2σ_b)⁻²)^(−1/2). The bound of step t is fixed before its lot is drawn.
+    """
+
+    def __init__(
+        self,
+        norm: float,
+        expected_lot: float,
+        quantile: float = 0.5,
+        rate: float = 0.2,
+        count_noise: float | None = None,
+    ) -> None:
+        super().__init__(norm)
+        self.quantile, self.rate = quantile, rate
+        self._count_noise = count_noise or max(expected_lot / 20, 1.0)
+
+    @property
+    def count_noise(self) -> float | None:
+        return self._count_noise
+
+    def observe(self, square_norms: Mapping[str, Tensor], real: Tensor) -> Tensor | None:
+        below = (total(square_norms) <= self.norm**2).to(torch.float64) - 0.5
+        return (below * real).sum()
+
+    def adapt(self, noisy_count: float, expected_lot: float) -> None:
+        fraction = noisy_count / expected_lot + 0.5
+        self.norm *= math.exp(-self.rate * (fraction - self.quantile))
+
+
+def make_clipping(kind: str, norm: float, *, expected_lot: float, layers: Mapping[str, str]) -> Clipping:
+    """Make a clip rule by its name."""
+    if not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
+        raise ValueError(f"max_grad_norm must be a positive number, got {norm!r}")
+    if kind == "flat":
+        return Flat(norm)
+    if kind == "automatic":
+        return Automatic(norm)
+    if kind == "per_layer":
+        return PerLayer(norm, layers)
+    if kind == "adaptive":
+        return Adaptive(norm, expected_lot)
+    raise ValueError(f'clipping must be "flat", "per_layer", "automatic" or "adaptive", got {kind!r}')
+
+
+def total(square_norms: Mapping[str, Tensor]) -> Tensor:
+    """Return ‖w_i‖² over all parameters."""
+    return torch.stack(list(square_norms.values())).sum(0)
+
+
+def _bounded(norm: float, squares: Tensor) -> Tensor:
+    return (norm / squares.sqrt().clamp(min=torch.finfo(squares.dtype).tiny)).clamp(max=1.0)

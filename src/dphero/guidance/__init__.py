@@ -1,0 +1,50 @@
+"""Guidance: released things in, geometry out.
+
+`resolve` takes a name or any object that keeps the `Guidance` contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dphero.guidance.base import Block, Guidance, Released
+from dphero.guidance.history import History
+from dphero.guidance.isotropic import Isotropic
+from dphero.guidance.weights import PCA, noise_scales, spectrum
+
+__all__ = [
+    "PCA",
+    "Block",
+    "Guidance",
+    "History",
+    "Isotropic",
+    "Released",
+    "noise_scales",
+    "resolve",
+    "spectrum",
+]
+
+_NAMED: dict[str, Callable[[], Guidance]] = {"isotropic": Isotropic, "pca": PCA, "history": History}
+
+
+def resolve(guidance: str | Guidance) -> Guidance:
+    """Returns the guidance of that name with its default settings, or the guidance given.
+
+    Args:
+        guidance: "isotropic" (DP-SGD), "pca" (the weights), "history" (past noisy gradients), or an object
+            that keeps the `Guidance` contract.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything else.
+    """
+    if isinstance(guidance, str):
+        if guidance not in _NAMED:
+            choices = ", ".join(map(repr, _NAMED))
+            raise ValueError(
+                f"unknown guidance {guidance!r}: expected one of {choices}, or a Guidance object"
+            )
+        return _NAMED[guidance]()
+    if isinstance(guidance, type) or not isinstance(guidance, Guidance):
+        raise TypeError(f"guidance must be a name or a Guidance object, not {guidance!r}")
+    return guidance

@@ -1,0 +1,162 @@
+"""Guidance by the weights: DP-Hero's heterogeneous noise, from the principal components of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dphero.geometry import Geometry
+from dphero.guidance import spectra
+from dphero.guidance.base import Axis, Block, Released, as_matrix, require, same_settings, share_rows
+
+THEOREM_2 = 1.0
+"""Exponent of the paper's Theorem 2: noise in proportion to the eigenvalue."""
+ALGORITHM_2 = 2.0
+"""Exponent of the paper's Algorithm 2 read as V = V V^T: noise in proportion to the squared eigenvalue."""
+INVERSE = -1.0
+"""Exponent of the paper's text: noise in proportion to the inverse eigenvalue."""
+
+
+@dataclass(eq=False)
+class PCA:
+    """Shapes each layer's noise by the spectrum of its current weights, W W^T = U diag(lambda) U^T.
+
+        v_i = (lambda_i / mean lambda + floor)^exponent,  scaled so that sum v_i^2 = k;   A = U diag(v) U^T
+
+    The exponents of the paper are `THEOREM_2` = 1, `ALGORITHM_2` = 2 and `INVERSE` = -1, each with floor 0;
+    exponent 0 is DP-SGD. A bias takes its weight's left factor. The weights are released, so a geometry made
+    from them costs no privacy (the initial weights must be public).
+
+    Attributes:
+        exponent: p.
+        floor: what every direction gets, relative to the mean eigenvalue, so that none is left without noise.
+            At floor 0 "auto" decomposes exactly, in float64, and a rank deficient weight is an error.
+        centred: subtract the mean of the columns first (PCA proper).
+        rank: keep this many principal components; the rest of the spectrum counts as zero: it gets the floor.
+        side: the axis of the weight: "left" its features (rows of a linear weight, columns of an embedding),
+            "right" the other axis, or "both".
+        scope: "layer" normalises each layer alone; "model" takes one mean eigenvalue and one sum of v^2 over
+            all layers, so that they share one noise budget.
+        refresh_every: steps between decompositions.
+        solver: "eigh" (exact, cost k^3), "subspace" (the leading `components` directions, and one mean value
+            for all others; cost k m components), or "auto": "eigh" up to k = `exact_up_to` and at floor 0.
+        components: directions that "subspace" resolves (`rank` where that is given).
+        exact_up_to: the largest k for which "auto" takes "eigh".
+    """
+
+    exponent: float = 0.25
+    floor: float = 0.1
+    centred: bool = False
+    rank: int | None = None
+    side: Literal["left", "right", "both"] = "left"
+    scope: Literal["layer", "model"] = "layer"
+    refresh_every: int = 10
+    solver: Literal["auto", "eigh", "subspace"] = "auto"
+    components: int = 16
+    exact_up_to: int = 128
+    _bases: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    needs_gradients: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require(self.side, ("left", "right", "both"), "side")
+        require(self.scope, ("layer", "model"), "scope")
+        require(self.solver, ("auto", "eigh", "subspace"), "solver")
+        if not self.floor >= 0.0:
+            raise ValueError(f"floor={self.floor} must not be negative")
+        for name in ("rank", "refresh_every", "components"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+    def observe(self, released: Released) -> None:
+        """Ignores the release: the weights say it all."""
+
+    @torch.no_grad()
+    def geometry(self, released: Released) -> dict[str, Geometry]:
+        """Returns a left or right factor (or both) for each weight, and the left one for its bias."""
+        if self.exponent == 0.0:
+            return {}
+        sides = ("left", "right") if self.side == "both" else (self.side,)
+        found: dict[str, dict[str, Any]] = {}
+        for side in sides:
+            # One axis of a weight of one row or column is a number: alone, it normalises to 1.
+            axes = [(b, _axis(b, side)) for b in released.blocks if b.has_matrix]
+            axes = [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
+            spectrums = [self._spectrum(block, axis) for block, axis in axes]
+            groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
+            made = [
+                factor for group in groups for factor in spectra.factors(group, self.exponent, self.floor)
+            ]
+            for (block, axis), factor in zip(axes, made, strict=True):
+                found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
+        shapes = {block.name: tuple(block.value.shape) for block in released.blocks}
+        return share_rows(released, {name: Geometry(shapes[name], **sides) for name, sides in found.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings and the bases from which the next subspace iterations start."""
+        return {"settings": self._settings(), "bases": dict(self._bases)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` returned, from a PCA of the same settings."""
+        same_settings(self._settings(), state["settings"])
+        self._bases = dict(state["bases"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def _spectrum(self, block: Block, axis: Axis) -> spectra.Spectrum:
+        matrix = _centred(block.matrix(axis)) if self.centred else block.matrix(axis)
+        wanted = self.components if self.rank is None else self.rank
+        small = len(matrix) <= self.exact_up_to or self.floor == 0.0
+        if self.solver == "eigh" or (self.solver == "auto" and small) or wanted >= len(matrix):
+            found = spectra.exact(matrix, block.name, wide=self.floor == 0.0)
+        else:
+            key = f"{block.name}:{axis}"
+            found, self._bases[key] = spectra.subspace(matrix, block.name, wanted, self._bases.get(key))
+        return found if self.rank is None else spectra.limited(found, self.rank)
+
+
+def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:
+    """Returns the raw spectrum of a weight along its feature axis, largest first, in float64.
+
+    By singular values, so that small eigenvalues are right; those below rounding error are exactly 0, so that
+    `spectrum(w)[-1] == 0` says that the published recipe, having no floor, leaves a direction without noise.
+
+    Args:
+        weight: a parameter of two or more axes.
+        features: the axis of its matrix view.
+        centred: subtract the mean over the other axis first.
+    """
+    matrix = as_matrix(weight.detach(), features).double()
+    singular = torch.linalg.svdvals(_centred(matrix) if centred else matrix)
+    # Centring rounds too, by an ulp of the weight's size: hence the norm before it.
+    error = max(matrix.shape) * torch.finfo(torch.float64).eps * float(torch.linalg.matrix_norm(matrix))
+    values = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
+    values[: len(singular)] = torch.where(singular > error, singular, 0.0).square()
+    return values
+
+
+def noise_scales(values: Tensor, exponent: float, floor: float = 0.0) -> Tensor:
+    """Returns v_i = (lambda_i / mean lambda + floor)^exponent scaled to sum v_i^2 = k, zeros and all.
+
+    For pricing: the published recipe's effective noise multiplier is sigma * min v; 0 means no privacy.
+    An infinite scale (a zero eigenvalue under a negative exponent) likewise leaves every finite one at 0.
+    """
+    mean = values.mean()
+    scales = ((values / mean if mean > 0 else values) + floor) ** exponent
+    scales = scales.isinf().to(values.dtype) if bool(scales.isinf().any()) else scales
+    length = float(torch.linalg.vector_norm(scales))
+    return scales * (len(scales) ** 0.5 / length) if length > 0.0 else scales
+
+
+def _axis(block: Block, side: str) -> Axis:
+    other: Axis = "columns" if block.features == "rows" else "rows"
+    return block.features if side == "left" else other
+
+
+def _centred(matrix: Tensor) -> Tensor:
+    return matrix - matrix.mean(1, keepdim=True)

@@ -1,0 +1,15 @@
+"""Layer rules: how each layer family computes its output and reports its per-example gradients.
+
+A rule is a function ``rule(call, *args, **kwargs)`` that returns what the module's ``forward`` would return,
+computed from the detached parameters ``call["weight"]``, with each intermediate that parameters reach
+tapped by ``call.tap(compute, make, *saved)``. Rules are found by the module's exact type, or by a
+base class whose ``forward`` the subclass kept. Any other module is followed by the rule for bare parameters,
+and where that cannot follow it, by the generic ``vmap`` rule.
+"""
+
+from __future__ import annotations
+
+from dphero.layers import attention, convolution, embedding, linear, norm, recurrent  # noqa: F401
+from dphero.layers.registry import Rule, find_rule, register
+
+__all__ = ["Rule", "find_rule", "register"]

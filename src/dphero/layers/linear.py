@@ -1,0 +1,35 @@
+"""Linear layers: G_i = Σ_t δ_it a_itᵀ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dphero.layers.registry import register
+from dphero.pieces import Explicit, Outer, Piece
+
+if TYPE_CHECKING:
+    from dphero.taps import Call
+
+__all__ = ["linear", "linear_pieces"]
+
+
+@register(nn.Linear)
+def linear(call: Call, x: Tensor) -> Tensor:
+    """Tap a linear layer with any number of positions."""
+
+    def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
+        return linear_pieces(delta, x, bias=call.wants("bias"))
+
+    return call.tap(lambda: F.linear(x, call["weight"], call.get("bias")), make, x)
+
+
+def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool) -> dict[str, Piece]:
+    """Return the pieces of a linear layer from its output gradient and input, features last."""
+    delta = delta.reshape(len(delta), -1, delta.shape[-1])
+    pieces: dict[str, Piece] = {"weight": Outer(delta, x.reshape(len(x), -1, x.shape[-1]))}
+    if bias:
+        pieces["bias"] = Explicit(delta[:, 0] if delta.shape[1] == 1 else delta.sum(1))
+    return pieces

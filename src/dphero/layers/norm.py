@@ -1,0 +1,103 @@
+"""Normalisations over each example alone: their affine parameters have small per-example gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dphero.layers.registry import register
+from dphero.pieces import Explicit, Piece
+
+if TYPE_CHECKING:
+    from dphero.taps import Call
+
+__all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
+
+
+@register(nn.LayerNorm)
+def layer_norm(call: Call, x: Tensor) -> Tensor:
+    """Tap a layer norm."""
+    module = call.module
+    assert isinstance(module, nn.LayerNorm)
+    shape, eps = list(module.normalized_shape), module.eps
+    return call.tap(
+        lambda: F.layer_norm(x, shape, call.get("weight"), call.get("bias"), eps),
+        _trailing(call, lambda x: F.layer_norm(x, shape, None, None, eps), len(shape)),
+        x,
+    )
+
+
+@register(nn.RMSNorm)
+def rms_norm(call: Call, x: Tensor) -> Tensor:
+    """Tap an RMS norm."""
+    module = call.module
+    assert isinstance(module, nn.RMSNorm)
+    shape, eps = list(module.normalized_shape), module.eps
+    return call.tap(
+        lambda: F.rms_norm(x, shape, call.get("weight"), eps),
+        _trailing(call, lambda x: F.rms_norm(x, shape, None, eps), len(shape)),
+        x,
+    )
+
+
+@register(nn.GroupNorm)
+def group_norm(call: Call, x: Tensor) -> Tensor:
+    """Tap a group norm."""
+    module = call.module
+    assert isinstance(module, nn.GroupNorm)
+    groups, eps = module.num_groups, module.eps
+    return call.tap(
+        lambda: F.group_norm(x, groups, call.get("weight"), call.get("bias"), eps),
+        _channels(call, lambda x: F.group_norm(x, groups, None, None, eps)),
+        x,
+    )
+
+
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(call: Call, x: Tensor) -> Tensor:
+    """Tap an instance norm (one with running statistics is refused when the model is made private)."""
+    module = call.module
+    assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    eps = module.eps
+    return call.tap(
+        lambda: F.instance_norm(x, weight=call.get("weight"), bias=call.get("bias"), eps=eps),
+        _channels(call, lambda x: F.instance_norm(x, eps=eps)),
+        x,
+    )
+
+
+def _trailing(call: Call, normalise: Callable[[Tensor], Tensor], axes: int) -> Callable[..., dict[str, Piece]]:
+    """Pieces of parameters that scale the last ``axes`` axes: sums over the positions between."""
+
+    def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
+        between = tuple(range(1, delta.dim() - axes))
+        return _affine(call, delta, x, normalise, lambda value: value.sum(between) if between else value)
+
+    return make
+
+
+def _channels(call: Call, normalise: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Piece]]:
+    """Pieces of parameters that scale the channels, axis 1 of each image: sums over the pixels."""
+
+    def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
+        return _affine(call, delta, x, normalise, lambda value: value.flatten(2).sum(2) if value.dim() > 2 else value)
+
+    return make
+
+
+def _affine(
+    call: Call,
+    delta: Tensor,
+    x: Tensor,
+    normalise: Callable[[Tensor], Tensor],
+    reduce: Callable[[Tensor], Tensor],
+) -> dict[str, Piece]:
+    pieces: dict[str, Piece] = {}
+    if call.wants("weight"):
+        pieces["weight"] = Explicit(reduce(delta * normalise(x)))
+    if call.wants("bias"):
+        pieces["bias"] = Explicit(reduce(delta))
+    return pieces

@@ -1,0 +1,96 @@
+"""Recurrent layers: the same equations as torch's own, step by step, with each projection tapped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dphero.layers.linear import linear_pieces
+from dphero.layers.registry import register
+from dphero.pieces import Piece
+
+if TYPE_CHECKING:
+    from dphero.taps import Call
+
+__all__ = ["recurrent"]
+
+
+@register(nn.RNN, nn.GRU, nn.LSTM)
+def recurrent(call: Call, x: Tensor, state: Any = None) -> Any:
+    """Tap an RNN, GRU or LSTM: several layers, both directions, projections."""
+    module = call.module
+    assert isinstance(module, nn.RNNBase)
+    if isinstance(x, PackedSequence):
+        raise ValueError(
+            f"{call.site.label}: packed sequences are not supported in private training; pad the sequences and "
+            "mask the loss"
+        )
+    if x.dim() != 3:
+        raise ValueError(f"{call.site.label}: the input must have a batch axis, got shape {tuple(x.shape)}")
+    if module.batch_first:
+        x = x.transpose(0, 1)
+    directions = 2 if module.bidirectional else 1
+    lstm = isinstance(module, nn.LSTM)
+    width = getattr(module, "proj_size", 0) or module.hidden_size
+    if state is None:
+        zeros = x.new_zeros(module.num_layers * directions, x.shape[1], width)
+        cells = x.new_zeros(module.num_layers * directions, x.shape[1], module.hidden_size)
+        state = (zeros, cells) if lstm else zeros
+    hidden, cell = state if lstm else (state, None)
+    last_hidden, last_cell = [], []
+    for layer in range(module.num_layers):
+        outs = []
+        for direction in range(directions):
+            suffix = f"_l{layer}" + ("_reverse" if direction else "")
+            index = layer * directions + direction
+            out, h, c = _direction(
+                call, x, suffix, hidden[index], None if cell is None else cell[index], bool(direction)
+            )
+            outs.append(out)
+            last_hidden.append(h)
+            last_cell.append(c)
+        x = torch.cat(outs, dim=-1) if directions > 1 else outs[0]
+        if module.dropout and module.training and layer < module.num_layers - 1:
+            x = F.dropout(x, module.dropout)
+    out = x.transpose(0, 1) if module.batch_first else x
+    h_n = torch.stack(last_hidden)
+    return (out, (h_n, torch.stack(last_cell))) if lstm else (out, h_n)
+
+
+def _direction(
+    call: Call, x: Tensor, suffix: str, hidden: Tensor, cell: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Any]:
+    """Run one layer in one direction over (time, batch, features)."""
+    module = call.module
+    gates = _tapped_linear(call, x, "weight_ih" + suffix, "bias_ih" + suffix)
+    outs: list[Tensor] = []
+    for time in reversed(range(len(x))) if reverse else range(len(x)):
+        inner = _tapped_linear(call, hidden, "weight_hh" + suffix, "bias_hh" + suffix)
+        if isinstance(module, nn.LSTM):
+            assert cell is not None
+            i, f, g, o = (gates[time] + inner).chunk(4, dim=-1)
+            cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+            hidden = torch.sigmoid(o) * torch.tanh(cell)
+            if module.proj_size:
+                hidden = _tapped_linear(call, hidden, "weight_hr" + suffix, None)
+        elif isinstance(module, nn.GRU):
+            (xr, xz, xn), (hr, hz, hn) = gates[time].chunk(3, dim=-1), inner.chunk(3, dim=-1)
+            z = torch.sigmoid(xz + hz)
+            hidden = (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * hidden
+        else:
+            activate = torch.tanh if module.nonlinearity == "tanh" else torch.relu
+            hidden = activate(gates[time] + inner)
+        outs.append(hidden)
+    return torch.stack(outs[::-1] if reverse else outs), hidden, cell
+
+
+def _tapped_linear(call: Call, x: Tensor, weight: str, bias: str | None) -> Tensor:
+    def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
+        pieces = linear_pieces(delta, x, bias=bias is not None and call.wants(bias))
+        return {weight if name == "weight" else str(bias): piece for name, piece in pieces.items()}
+
+    return call.tap(lambda: F.linear(x, call[weight], call.get(bias) if bias else None), make, x)

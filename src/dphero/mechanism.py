@@ -1,0 +1,222 @@
+"""The mechanism: the one place where noise is added, and the ledger is written.
+
+    w_i = A⁻¹ g_i      clip to C      Σ w̄_i + σ C z      g̃ = A (…) / B
+
+A is the geometry that guidance made from released things. Three modes share this code and differ in the
+geometry in which norms are taken, the one that shapes the noise, and the event that is charged:
+
+=============  ===============  ==============  =======================================
+mode           norms            noise           charged
+=============  ===============  ==============  =======================================
+``ellipsoid``  ‖A⁻¹ g_i‖        σ C A z         DP-SGD(q, σ), exactly
+``ball``       ‖g_i‖            σ C A z / s     DP-SGD(q, σ); s is A's smallest scale
+``published``  ‖g_i‖            σ C A z         DP-SGD(q, σ s), adaptively; consent needed
+=============  ===============  ==============  =======================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dphero.accounting import Budget, Event, Ledger
+from dphero.clipping import Clipping
+from dphero.geometry import Geometry, identity
+from dphero.guidance import Block, Guidance, Released
+from dphero.noise import NoiseSource
+
+__all__ = ["Mechanism", "Mode"]
+
+Mode = Literal["ellipsoid", "ball", "published"]
+
+
+class Mechanism:
+    """Turns the clipped sum of a lot into a private gradient, and charges for it.
+
+    Formal guarantee: in modes ``ellipsoid`` and ``ball`` a release is the Gaussian mechanism with
+    multiplier σ on a sum that one example moves by at most C in the whitened space, for *every*
+    geometry that depends on earlier releases alone: colouring is post-processing.
+
+    Args:
+        mode: ``ellipsoid``, ``ball`` or ``published``.
+        parameters: Name to parameter.
+        templates: What guidance may know of each parameter besides its value.
+        guidance: Makes geometries from released things.
+        clipping: The clip rule; its ``norm`` is C.
+        noise: Where noise comes from.
+        noise_multiplier: σ.
+        expected_lot: B, the public divisor.
+        event: Returns the event that one release costs, given its effective multiplier.
+        ledger: Charged at every release.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        templates: Mapping[str, Mapping[str, Any]],
+        guidance: Guidance,
+        clipping: Clipping,
+        noise: NoiseSource,
+        noise_multiplier: float,
+        expected_lot: float,
+        event: Callable[[float], Event],
+        ledger: Ledger,
+    ) -> None:
+        self.mode, self.guidance, self.clipping, self.noise = mode, guidance, clipping, noise
+        self.noise_multiplier, self.expected_lot = noise_multiplier, expected_lot
+        self.ledger = ledger
+        self.budget: Budget | None = None
+        self.releases = 0
+        self._parameters, self._templates, self._event = dict(parameters), templates, event
+        self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
+        self._geometry: dict[str, Geometry] = dict(self._identity)
+        self._last: dict[str, Tensor] | None = None
+        self._renewed_at = 0
+        self.refresh()
+
+    # -- geometry ---------------------------------------------------------------------------------------
+
+    @property
+    def norm_geometry(self) -> Mapping[str, Geometry]:
+        """The geometry in which per-example norms are taken."""
+        return self._geometry if self.mode == "ellipsoid" else self._identity
+
+    @property
+    def noise_geometry(self) -> Mapping[str, Geometry]:
+        """The geometry that shapes the noise."""
+        return self._geometry
+
+    def refresh(self) -> None:
+        """Ask guidance for the geometry of the coming releases."""
+        found = self.guidance.geometry(self._released())
+        unknown = found.keys() - self._parameters.keys()
+        if unknown:
+            raise ValueError(f"guidance returned a geometry for unknown parameters {sorted(unknown)}")
+        geometry = {**self._identity, **found}
+        if self.mode == "ball":
+            smallest = min(shape.smallest for shape in geometry.values())
+            geometry = {name: shape.scaled(1 / smallest) for name, shape in geometry.items()}
+        self._geometry, self._renewed_at = geometry, self.releases
+
+    def before_lot(self) -> None:
+        """Refuse a lot that the budget does not cover; renew the geometry when its time has come.
+
+        A geometry never changes within a lot: norms and noise see the same one.
+        """
+        if self.releases - self._renewed_at >= self.guidance.refresh_every:
+            self.refresh()
+        self.check_budget()
+
+    def _released(self) -> Released:
+        blocks = tuple(
+            Block(
+                name=name,
+                value=parameter.detach(),
+                gradient=self._last[name] if self._last is not None else None,
+                geometry=self._geometry[name],
+                **self._templates[name],
+            )
+            for name, parameter in self._parameters.items()
+        )
+        return Released(
+            step=self.releases,
+            blocks=blocks,
+            noise_scale=self._gradient_multiplier * self.clipping.norm / self.expected_lot,
+        )
+
+    # -- release ----------------------------------------------------------------------------------------
+
+    def next_event(self) -> Event:
+        """Return what the next release will cost."""
+        multiplier = self.noise_multiplier
+        if self.mode == "published":
+            multiplier *= min(shape.smallest for shape in self._geometry.values())
+        return self._event(multiplier)
+
+    def check_budget(self) -> None:
+        """Raise :class:`~dphero.BudgetExhausted` if the next release would exceed the budget."""
+        if self.budget is not None:
+            self.budget.check(self.ledger, self.next_event())
+
+    @property
+    def _gradient_multiplier(self) -> float:
+        """σ of the gradient alone, smaller noise for it being spent on the count of an adaptive clip rule."""
+        if self.clipping.count_noise is None:
+            return self.noise_multiplier
+        rest = self.noise_multiplier**-2 - (2 * self.clipping.count_noise) ** -2
+        return rest**-0.5
+
+    @torch.no_grad()
+    def release(self, sums: Mapping[str, Tensor], count: Tensor | None) -> dict[str, Tensor]:
+        """Release one lot: charge the ledger, add noise, divide by B.
+
+        Args:
+            sums: Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise.
+            count: The count that an adaptive clip rule releases along, else ``None``.
+
+        Returns:
+            The private gradient of every parameter.
+        """
+        self.check_budget()
+        self.ledger.record(self.next_event())
+        gradients = {
+            name: torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            for name, parameter in self._parameters.items()
+        }
+        query = [] if count is None else [torch.empty((), dtype=torch.float64)]
+        self.noise.fill([*gradients.values(), *query], 1.0, self.releases)
+        scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
+        for name, noise in gradients.items():
+            shape = self.noise_geometry[name]
+            noise.mul_(scale)
+            if not shape.is_identity:
+                noise = shape.colour(noise)
+            if name in sums:
+                noise.add_(sums[name], alpha=1 / self.expected_lot)
+            gradients[name] = noise
+        if count is not None and self.clipping.count_noise is not None:
+            self.clipping.adapt(float(count) + self.clipping.count_noise * float(query[0]), self.expected_lot)
+        self.releases += 1
+        self._last = gradients if self.guidance.needs_gradients else None
+        if self.guidance.needs_gradients:
+            self.guidance.observe(self._released())
+            self._last = None
+        return gradients
+
+    # -- checkpoint -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs for the coming releases to be what they would have been."""
+        return {
+            "mode": self.mode,
+            "releases": self.releases,
+            "renewed_at": self._renewed_at,
+            "noise_multiplier": self.noise_multiplier,
+            "noise": self.noise.state_dict(),
+            "clipping": self.clipping.state_dict(),
+            "guidance": self.guidance.state_dict(),
+            "geometry": {name: shape.state() for name, shape in self._geometry.items() if not shape.is_identity},
+            "ledger": self.ledger.to_json(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        if state["mode"] != self.mode:
+            raise ValueError(f"the checkpoint was made with mechanism {state['mode']!r}, this engine has {self.mode!r}")
+        if state["noise_multiplier"] != self.noise_multiplier:
+            raise ValueError(
+                f"the checkpoint was made with noise multiplier {state['noise_multiplier']}, this engine has "
+                f"{self.noise_multiplier}; make the model private with the same value to resume"
+            )
+        self.releases, self._renewed_at = int(state["releases"]), int(state["renewed_at"])
+        self.noise.load_state_dict(state["noise"])
+        self.clipping.load_state_dict(state["clipping"])
+        self.guidance.load_state_dict(state["guidance"])
+        self.ledger = Ledger.from_json(state["ledger"])
+        geometry = {name: Geometry.from_state(shape) for name, shape in state["geometry"].items()}
+        self._geometry = {**self._identity, **geometry}

@@ -1,0 +1,244 @@
+"""Per-example gradients that are never formed unless forming them is cheaper.
+
+A *piece* is what one call of one layer adds to the gradient of one parameter, for each of the n
+examples of a physical batch. It answers two questions:
+
+* ``square_norms(geometry)``: ‖A⁻¹ g_i‖² for every example i;
+* ``weighted_sum(weights)``: Σ_i weights_i · g_i.
+
+Both are exact. Most layers give an *outer* piece, g_i = Σ_t l_it r_itᵀ over positions t, whose norm has a
+closed form for one position, and for several is the cheaper of the Gram trick
+Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩ and the explicit gradient (which is then kept for the sum).
+
+Whitening touches the norms alone: the clipped sum is coloured right after it would be whitened, so
+A Σ f_i A⁻¹ g_i = Σ f_i g_i needs no geometry.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dphero.geometry import Geometry
+
+__all__ = ["Explicit", "Outer", "Piece", "Rows", "combine"]
+
+
+class Piece(ABC):
+    """What one call adds to the per-example gradients of one parameter."""
+
+    shape: torch.Size
+    """Shape of the parameter."""
+
+    @abstractmethod
+    def instantiate(self) -> Tensor:
+        """Return the per-example gradients, of shape ``(n, *shape)``."""
+
+    @abstractmethod
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        """Return ‖A⁻¹ g_i‖² for each example, of shape ``(n,)``."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_i weights_i g_i, of the parameter's shape."""
+
+    @abstractmethod
+    def take(self, keep: Tensor) -> Piece:
+        """Return the piece of the examples that ``keep`` (a boolean mask) names."""
+
+    def folded(self, fold: int) -> Piece:
+        """Return the piece in which each run of ``fold`` rows is one example."""
+        if fold == 1:
+            return self
+        return Explicit(self.instantiate().unflatten(0, (-1, fold)).sum(1))
+
+
+class Explicit(Piece):
+    """Per-example gradients that were formed: ``gradients`` has shape ``(n, *shape)``."""
+
+    def __init__(self, gradients: Tensor) -> None:
+        self.gradients = gradients
+        self.shape = gradients.shape[1:]
+
+    def instantiate(self) -> Tensor:
+        return self.gradients
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        return _squares(_whitened(self.gradients, geometry))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        flat = self.gradients.reshape(len(weights), -1)
+        return (weights.to(flat.dtype) @ flat).reshape(self.shape)
+
+    def take(self, keep: Tensor) -> Explicit:
+        return Explicit(self.gradients[keep])
+
+
+class Outer(Piece):
+    """A sum of outer products: g_i = Σ_t left_it right_itᵀ, seen as a matrix of shape (k, m).
+
+    Args:
+        left: Shape ``(n, T, k)`` or ``(n, k)``; the output gradient of a linear layer.
+        right: Shape ``(n, T, m)`` or ``(n, m)``; its input.
+        shape: The parameter's own shape, ``(k, m)`` unless given.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
+        self.left = left if left.dim() == 3 else left.unsqueeze(1)
+        self.right = right if right.dim() == 3 else right.unsqueeze(1)
+        self.shape = shape or torch.Size((left.shape[-1], right.shape[-1]))
+        self._kept: Tensor | None = None
+
+    def instantiate(self) -> Tensor:
+        if self._kept is None:
+            self._kept = torch.bmm(self.left.transpose(1, 2), self.right).reshape(-1, *self.shape)
+        return self._kept
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        _, positions, rows = self.left.shape
+        columns = self.right.shape[-1]
+        if geometry.flat is not None:
+            return _squares(_whitened(self.instantiate(), geometry))
+        if positions == 1:
+            return _factor_squares(geometry.left, self.left[:, 0]) * _factor_squares(geometry.right, self.right[:, 0])
+        if positions * (rows + columns) < rows * columns:
+            left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
+            return _gram_product(left, left, right, right)
+        return _squares(_whitened(self.instantiate(), geometry))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self._kept is not None:
+            return Explicit(self._kept).weighted_sum(weights)
+        left = self.left * weights.to(self.left.dtype)[:, None, None]
+        return (left.flatten(0, 1).T @ self.right.flatten(0, 1)).reshape(self.shape)
+
+    def take(self, keep: Tensor) -> Outer:
+        return Outer(self.left[keep], self.right[keep], self.shape)
+
+    def folded(self, fold: int) -> Outer:
+        return Outer(_join(self.left, fold), _join(self.right, fold), self.shape)
+
+
+class Rows(Piece):
+    """Rows of a table: g_i = Σ_t e_{index_it} right_itᵀ, the gradient of an embedding.
+
+    Args:
+        index: Shape ``(n, T)``.
+        right: Shape ``(n, T, d)``; the output gradient.
+        rows: Number of rows of the table.
+    """
+
+    def __init__(self, index: Tensor, right: Tensor, rows: int) -> None:
+        self.index, self.right, self.rows = index, right, rows
+        self.shape = torch.Size((rows, right.shape[-1]))
+
+    def instantiate(self) -> Tensor:
+        n, _, d = self.right.shape
+        out = self.right.new_zeros(n, self.rows, d)
+        return out.scatter_add_(1, self.index.unsqueeze(-1).expand(-1, -1, d), self.right)
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        if geometry.flat is not None or geometry.left is not None:
+            return _squares(_whitened(self.instantiate(), geometry))
+        right = _apply(geometry.right, self.right)
+        same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).to(right.dtype)
+        return (same * torch.bmm(right, right.transpose(1, 2))).sum((1, 2))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        right = self.right * weights.to(self.right.dtype)[:, None, None]
+        out = right.new_zeros(self.shape)
+        return out.index_add_(0, self.index.reshape(-1), right.reshape(-1, right.shape[-1]))
+
+    def take(self, keep: Tensor) -> Rows:
+        return Rows(self.index[keep], self.right[keep], self.rows)
+
+    def folded(self, fold: int) -> Rows:
+        return Rows(_join(self.index, fold), _join(self.right, fold), self.rows)
+
+
+class _Tied(Piece):
+    """Rows and outer products on one parameter: an embedding that is also the output layer."""
+
+    def __init__(self, rows: Rows, outer: Outer) -> None:
+        self.parts = (rows, outer)
+        self.shape = outer.shape
+
+    def instantiate(self) -> Tensor:
+        rows, outer = self.parts
+        return rows.instantiate() + torch.bmm(outer.left.transpose(1, 2), outer.right)
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        if geometry.flat is not None or geometry.left is not None:
+            return _squares(_whitened(self.instantiate(), geometry))
+        rows, outer = self.parts
+        # ⟨e_a vᵀ, l rᵀ⟩ = l[a] ⟨v, r⟩
+        positions = outer.left.shape[1]
+        picked = outer.left.gather(2, rows.index.unsqueeze(1).expand(-1, positions, -1))
+        right = _apply(geometry.right, outer.right)
+        cross = (picked * torch.bmm(right, _apply(geometry.right, rows.right).transpose(1, 2))).sum((1, 2))
+        return rows.square_norms(geometry) + outer.square_norms(geometry) + 2 * cross
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.parts[0].weighted_sum(weights) + self.parts[1].weighted_sum(weights)
+
+    def take(self, keep: Tensor) -> _Tied:
+        return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
+
+
+def combine(pieces: Sequence[Piece]) -> Piece:
+    """Return one piece whose per-example gradients are the sums of those of ``pieces``.
+
+    A layer that is called several times, and a parameter that several layers share, has one gradient
+    per example: its norm is not the sum of the pieces' norms.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    outers = [piece for piece in pieces if isinstance(piece, Outer)]
+    rows = [piece for piece in pieces if isinstance(piece, Rows)]
+    if len(outers) + len(rows) == len(pieces):
+        outer = (
+            Outer(torch.cat([p.left for p in outers], 1), torch.cat([p.right for p in outers], 1), outers[0].shape)
+            if outers
+            else None
+        )
+        table = (
+            Rows(torch.cat([p.index for p in rows], 1), torch.cat([p.right for p in rows], 1), rows[0].rows)
+            if rows
+            else None
+        )
+        if outer and table:
+            return _Tied(table, outer)
+        return outer or table  # type: ignore[return-value]
+    total = pieces[0].instantiate().reshape(-1, *pieces[0].shape).clone()
+    for piece in pieces[1:]:
+        total += piece.instantiate().reshape(total.shape)
+    return Explicit(total)
+
+
+def _join(x: Tensor, fold: int) -> Tensor:
+    """Make the positions of ``fold`` consecutive rows positions of one row."""
+    return x if fold == 1 else x.unflatten(0, (-1, fold)).flatten(1, 2)
+
+
+def _whitened(gradients: Tensor, geometry: Geometry) -> Tensor:
+    return gradients if geometry.is_identity else geometry.whiten(gradients)
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1).square()
+
+
+def _apply(factor, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    return x if factor is None else factor.whiten(x)
+
+
+def _factor_squares(factor, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    return torch.linalg.vector_norm(x, dim=-1).square() if factor is None else factor.square_norm(x)
+
+
+def _gram_product(left: Tensor, left2: Tensor, right: Tensor, right2: Tensor) -> Tensor:
+    grams = torch.bmm(left, left2.transpose(1, 2)).mul_(torch.bmm(right, right2.transpose(1, 2)))
+    return grams.sum((1, 2)).clamp_(min=0)  # rounding may leave a hair below zero

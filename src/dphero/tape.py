@@ -1,0 +1,127 @@
+"""What one backward pass leaves behind: the per-example gradients of one physical batch, as pieces."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.geometry import Geometry
+from dphero.layout import Layout
+from dphero.pieces import Piece, combine
+
+__all__ = ["GradientBatch", "PieceMaker", "Tape"]
+
+PieceMaker = Callable[..., dict[str, Piece]]
+"""``(output_gradient, *saved) -> {parameter name: piece}``, every tensor with the batch axis first."""
+
+
+@dataclass
+class GradientBatch:
+    """The per-example gradients of one physical batch.
+
+    Attributes:
+        rows: Number of examples n.
+        pieces: One piece for each parameter that the backward pass reached.
+        square_norms: ‖A⁻¹ g_i‖² of each of them, of shape ``(n,)``.
+    """
+
+    rows: int
+    pieces: dict[str, Piece]
+    square_norms: dict[str, Tensor]
+
+
+class Tape:
+    """Collects pieces while autograd runs, and hands them over when it has finished.
+
+    Norms are taken as soon as an output gradient arrives, so that a layer whose per-example gradient is
+    formed frees its input and output gradient at once. Parameters with several calls wait for the end.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        geometry: Mapping[str, Geometry],
+        consume: Callable[[GradientBatch], None],
+    ) -> None:
+        self.rows = rows
+        self.running = False
+        self.done = False
+        self._geometry = geometry
+        self._consume = consume
+        self._expected: Counter[str] = Counter()
+        self._arrived: dict[str, list[Piece]] = defaultdict(list)
+        self._ready: dict[str, tuple[Piece, Tensor]] = {}
+        self._late: list[Callable[[], None]] = []
+
+    def expect(self, names: Iterable[str], *, several: bool = False) -> None:
+        """Announce, in the forward pass, that a call will deliver a piece (or several) for these parameters."""
+        for name in names:
+            self._expected[name] += 2 if several else 1
+
+    def watch(
+        self, out: Tensor, layout: Layout, names: dict[str, str], make: PieceMaker, saved: tuple[Any, ...], label: str
+    ) -> None:
+        """Ask autograd for the gradient of ``out``; its pieces go to the parameters in ``names``."""
+        versions = [tensor._version for tensor in saved if isinstance(tensor, Tensor)]
+        kept = tuple(tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in saved)
+        self.expect(names.values())
+
+        def arrive(gradient: Tensor) -> None:
+            self.start()
+            if [tensor._version for tensor in kept if isinstance(tensor, Tensor)] != versions:
+                raise RuntimeError(
+                    f"the input of {label} was changed in place after the layer had used it; its gradient "
+                    "would be wrong. Use the out-of-place form of that operation."
+                )
+            with torch.no_grad():
+                rows = [layout.rows(tensor) if isinstance(tensor, Tensor) else tensor for tensor in kept]
+                for local, piece in make(layout.rows(gradient), *rows).items():
+                    if local in names:
+                        self.deliver(names[local], piece.folded(layout.fold))
+
+        out.register_hook(arrive)
+
+    def start(self) -> None:
+        """Note that the backward pass has begun; ask autograd to call back at its end."""
+        if self.done:
+            raise RuntimeError(
+                "this batch was back-propagated a second time, which would count its examples twice; add up "
+                "the losses and call backward() once per batch"
+            )
+        if not self.running:
+            self.running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def deliver(self, name: str, piece: Piece) -> None:
+        """Take one piece of a parameter."""
+        if self._expected[name] == 1:
+            self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
+        else:
+            self._arrived[name].append(piece)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Do ``work`` when autograd has finished; it may deliver further pieces."""
+        self._late.append(work)
+
+    def _finish(self) -> None:
+        while self._late:
+            self._late.pop()()
+        with torch.no_grad():
+            for name, pieces in self._arrived.items():
+                piece = combine(pieces)
+                self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
+        ready, self._ready = self._ready, {}
+        self._arrived.clear()
+        self.done = True
+        batch = GradientBatch(
+            self.rows,
+            {name: piece for name, (piece, _) in ready.items()},
+            {name: norms for name, (_, norms) in ready.items()},
+        )
+        with torch.no_grad():
+            self._consume(batch)

@@ -1,0 +1,596 @@
+"""Noise sources: the right law, no repetition, no replay, exact resumption."""
+
+import builtins
+import copy
+import math
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dphero import noise
+from dphero.noise import FastNoise, NoiseSource, SecureNoise
+
+KEY = bytes(range(32))
+STD = 1.7
+
+
+def make_fast() -> FastNoise:
+    return FastNoise(seed=2024)
+
+
+def make_secure() -> SecureNoise:
+    return SecureNoise(_key=KEY)
+
+
+both = pytest.mark.parametrize("make", [make_fast, make_secure], ids=["fast", "secure"])
+
+
+def draw(
+    source: NoiseSource, *shapes: int | tuple[int, ...], release: int, std: float = STD, dtype=torch.float32
+):
+    tensors = [
+        torch.full(shape if isinstance(shape, tuple) else (shape,), math.nan, dtype=dtype) for shape in shapes
+    ]
+    source.fill(tensors, std, release)
+    return tensors
+
+
+def pvalue(sample: torch.Tensor, std: float) -> float:
+    return stats.kstest(sample.double().flatten().numpy() / std, "norm").pvalue
+
+
+# ---- the law -----------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_is_gaussian_of_the_asked_scale_and_no_other(make, dtype):
+    (sample,) = draw(make(), 200_000, release=0, dtype=dtype)
+    assert pvalue(sample, STD) > 0.01
+    assert pvalue(sample, STD * 2 / 3) < 1e-12
+    assert pvalue(sample, STD * 3 / 2) < 1e-12
+    assert pvalue(sample, STD * 1.02) < 1e-3  # the test sees a scale that is off by two percent
+
+
+@both
+def test_moments(make):
+    (sample,) = draw(make(), 1_000_000, release=0)
+    z = sample.double() / STD
+    assert abs(z.mean()) < 4e-3  # four standard errors
+    assert abs(z.var() - 1) < 4 * math.sqrt(2) * 1e-3
+    assert abs((z**3).mean()) < 4 * math.sqrt(15) * 1e-3
+    assert abs((z**4).mean() - 3) < 4 * math.sqrt(96) * 1e-3  # kurtosis: a uniform has 1.8, a Laplace 6
+
+
+@both
+def test_small_tensors_together_follow_the_same_law(make):
+    """Sizes below torch's block of 16 and across chunk borders take other paths through the code."""
+    source = make()
+    sample = torch.cat(
+        [t.flatten() for r in range(400) for t in draw(source, 1, (3, 5), 7, (2, 1, 2), 13, release=r)]
+    )
+    assert pvalue(sample, STD) > 0.01
+    assert pvalue(sample, STD * 0.9) < 1e-3
+
+
+@both
+def test_neighbours_are_independent(make):
+    (sample,) = draw(make(), 500_000, release=0)
+    z = (sample / STD).double()
+    for lag in (
+        1,
+        2,
+        8,
+        16,
+        1 << 15,
+        1 << 16,
+        1 << 17,
+    ):  # lags at which blocks, halves and chunks would repeat
+        for f in (lambda x: x, torch.abs, torch.square):
+            x, y = f(z[:-lag]), f(z[lag:])
+            assert abs(np.corrcoef(x, y)[0, 1]) < 5 / math.sqrt(len(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@both
+def test_every_float_type(make, dtype):
+    (sample,) = draw(make(), 100_000, release=0, std=1.0, dtype=dtype)
+    assert sample.dtype == dtype
+    assert abs(sample.double().mean()) < 0.015
+    assert abs(sample.double().var() - 1) < 0.025
+
+
+def test_float64_noise_uses_all_of_float64():
+    """Float32 noise in a float64 tensor would leave the low bits zero."""
+    for make in (make_fast, make_secure):
+        (sample,) = draw(make(), 1000, release=0, dtype=torch.float64)
+        assert (sample != sample.float().double()).float().mean() > 0.99
+
+
+def test_mixed_types_and_devices_in_one_release():
+    for make in (make_fast, make_secure):
+        tensors = [
+            torch.zeros(50_000, dtype=d)
+            for d in (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+        ]
+        make().fill(tensors, STD, 0)
+        for tensor in tensors:
+            assert abs(tensor.double().std() / STD - 1) < 0.02
+        normalised = torch.stack([t.double() for t in tensors])
+        correlation = torch.corrcoef(normalised) - torch.eye(4)
+        assert correlation.abs().max() < 0.025
+
+
+# ---- the transform of the secure source --------------------------------------------------------------------
+
+
+def words(*values: int) -> torch.Tensor:
+    return torch.tensor([v - (1 << 64) if v >= 1 << 63 else v for v in values], dtype=torch.int64)
+
+
+def transform(*values: int) -> torch.Tensor:
+    return noise._box_muller(words(*values), 1.0, out=torch.empty(len(values), dtype=torch.float64))
+
+
+def test_transform_reaches_far_tails_and_is_always_finite():
+    full, top = (1 << 64) - 1, (1 << 53) - 1
+    z = transform(0, 0)  # the smallest uniform, angle 0
+    assert z[0] == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
+    assert z[0] > 8.5
+    assert z[1] == 0
+    assert transform(0, 1 << 52)[0] == pytest.approx(-8.57, abs=0.01)  # half a turn: the other tail
+    for value in (0, 1, top, top + 1, full, 1 << 63):
+        assert torch.isfinite(transform(value, value)).all()
+    assert transform(full, 12345).abs().max() == 0  # u = 1: radius 0
+    assert 5.9 < transform(1 << 27, 0)[0] < 6.1  # between the end of float32 uniforms and ours
+
+
+def test_transform_matches_the_formula():
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 1 << 64, size=2000, dtype=np.uint64)
+    low = (bits & np.uint64((1 << 53) - 1)).astype(np.float64)
+    u, v = (low[:1000] + 1) / 2**53, low[1000:] / 2**53
+    expected = np.sqrt(-2 * np.log(u)) * np.stack([np.cos(2 * np.pi * v), np.sin(2 * np.pi * v)])
+    result = noise._box_muller(
+        torch.from_numpy(bits.view(np.int64).copy()), 1.0, torch.empty(2000, dtype=torch.float64)
+    )
+    np.testing.assert_allclose(result.numpy(), expected.ravel(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1000, 3 * noise._SERIAL + 6, 2 * noise._SECURE_CHUNK + 6])
+def test_secure_stream_is_the_published_cipher(size):
+    """The key stream is AES-256-CTR from counter 0, word for word, in small and in large chunks."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    (sample,) = draw(make_secure(), size, release=0, std=1.0, dtype=torch.float64)
+    stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor().update(bytes(8 * size))
+    bits = torch.from_numpy(np.frombuffer(stream, dtype=np.int64).copy())
+    chunk = noise._SECURE_CHUNK if size > 2 * noise._SECURE_CHUNK else noise._SERIAL
+    expected = [
+        noise._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)
+    ]
+    torch.testing.assert_close(torch.cat(expected), sample, rtol=1e-12, atol=1e-12)
+
+
+# ---- shapes, strides, and what else a tensor can be --------------------------------------------------------
+
+
+@both
+@given(sizes=st.lists(st.integers(0, 70), max_size=8), std=st.sampled_from([0.0, 1e-3, 2.0]))
+def test_any_list_of_sizes_is_filled(make, sizes, std):
+    tensors = draw(make(), *sizes, release=0, std=std)
+    for tensor in tensors:
+        assert torch.isfinite(tensor).all()
+        assert (tensor == 0).all() if std == 0 else (tensor != 0).all()
+
+
+@both
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 32_767, 32_768, 32_769, 131_072, 131_073, 300_001])
+def test_odd_sizes_are_filled_to_the_last_element(make, size):
+    (sample,) = draw(make(), size, release=0)
+    assert torch.isfinite(sample).all()
+    assert sample.unique().numel() > 0.9 * size
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [30, 400], ids=["small", "across chunks"])
+def test_strides_do_not_change_the_noise(make, dtype, rows):
+    plain = [torch.zeros(rows, 401, dtype=dtype), torch.zeros(2, 3, 4, 5, dtype=dtype)]
+    strided = [
+        torch.zeros(401, rows, dtype=dtype).t(),
+        torch.zeros(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last),
+    ]
+    every_other = torch.full((rows, 802), 7.0, dtype=dtype)
+    make().fill(plain, STD, 0)
+    make().fill(strided, STD, 0)
+    make().fill([every_other[:, ::2], torch.zeros_like(plain[1])], STD, 0)
+    assert torch.equal(plain[0], strided[0])
+    assert torch.equal(plain[1], strided[1])
+    assert torch.equal(plain[0], every_other[:, ::2])
+    assert (every_other[:, 1::2] == 7).all()  # neighbours in memory are left alone
+    assert not strided[0].is_contiguous()
+
+
+@both
+def test_empty_tensors_and_empty_lists(make):
+    source = make()
+    source.fill([], STD, 0)
+    first, empty, second = draw(source, 5, (0, 3), 6, release=1)
+    assert empty.shape == (0, 3)
+    assert torch.isfinite(torch.cat([first, second])).all()
+
+
+@both
+def test_parameters_keep_their_storage_and_their_graph(make):
+    parameter = torch.nn.Parameter(torch.zeros(70_000))
+    pointer = parameter.data_ptr()
+    make().fill([parameter], STD, 0)
+    assert parameter.data_ptr() == pointer
+    assert parameter.is_leaf and parameter.requires_grad and parameter.grad is None
+    assert parameter.detach().std() > 1
+
+
+@both
+def test_torch_global_generator_is_neither_read_nor_moved(make):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    (first,) = draw(make(), 1000, release=0)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(2)
+    (second,) = draw(make(), 1000, release=0)
+    assert torch.equal(first, second)
+
+
+# ---- no repetition -----------------------------------------------------------------------------------------
+
+
+@both
+def test_no_noise_repeats_across_releases_tensors_and_chunks(make):
+    """In float64 two equal values among half a million have a chance below 1e-4."""
+    source = make()
+    drawn = [
+        t for r in range(4) for t in draw(source, 70_000, 1000, (200, 300), 7, release=r, dtype=torch.float64)
+    ]
+    values = torch.cat([t.flatten() for t in drawn])
+    assert values.unique().numel() == values.numel()
+
+
+def test_no_value_of_one_type_is_the_rounded_value_of_another():
+    narrow, wide = torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)
+    make_fast().fill([narrow, wide], 1.0, 0)
+    assert not torch.isclose(narrow, wide.float(), atol=1e-4).all()
+    assert abs(np.corrcoef(narrow, wide)[0, 1]) < 0.15
+
+
+def test_all_bits_of_the_name_reach_the_generator():
+    """`manual_seed` keeps 32 bits on the CPU: releases 2³² apart could share their noise."""
+    low, high = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1 + (1 << 32))
+    assert torch.equal(
+        torch.empty(32).normal_(generator=low), torch.empty(32).normal_(generator=high)
+    )  # why we avoid it
+    source = make_fast()
+    (first,) = draw(source, 32, release=1)
+    (second,) = draw(source, 32, release=1 + (1 << 32))
+    (third,) = draw(source, 32, release=1 + (1 << 63))
+    assert torch.cat([first, second, third]).unique().numel() == 96
+
+
+def test_seeds_beyond_64_bits_and_negative_ones_differ():
+    seeds = (0, 1, -1, 1 << 32, 1 << 64, 1 << 200)
+    drawn = torch.cat([draw(FastNoise(seed=seed), 16, release=0)[0] for seed in seeds])
+    assert drawn.unique().numel() == 16 * len(seeds)
+
+
+def test_without_a_seed_nothing_is_repeatable():
+    for make in (FastNoise, SecureNoise):
+        torch.manual_seed(0)
+        (first,) = draw(make(), 100, release=0)
+        torch.manual_seed(0)
+        (second,) = draw(make(), 100, release=0)
+        assert not make().seeded
+        assert torch.cat([first, second]).unique().numel() == 200
+
+
+def test_a_given_seed_is_on_record():
+    assert FastNoise(seed=0).seeded
+    source = FastNoise()
+    source.load_state_dict(make_fast().state_dict())
+    assert source.seeded
+    assert make_secure().seeded
+    with pytest.raises(TypeError):
+        FastNoise(seed=1.5)
+
+
+@both
+def test_replays_are_refused(make):
+    source = make()
+    draw(source, 4, release=3)
+    for release in (3, 2, 0):
+        with pytest.raises(RuntimeError, match="never used twice"):
+            draw(source, 4, release=release)
+    draw(source, 4, release=10)  # gaps are allowed
+    assert source.last_release == 10
+
+
+@both
+def test_a_release_that_failed_halfway_is_used_up(make):
+    source = make()
+    broadcast = torch.zeros(1).expand(5)  # cannot be written
+    with pytest.raises(RuntimeError):
+        source.fill([torch.zeros(5), broadcast], STD, 0)
+    with pytest.raises(RuntimeError, match="never used twice"):
+        draw(source, 5, release=0)
+
+
+@both
+def test_a_refused_call_changes_nothing(make):
+    source = make()
+    good = torch.zeros(3)
+    for tensors, std, release in [
+        ([good], -1.0, 0),
+        ([good], math.nan, 0),
+        ([good], math.inf, 0),
+        ([good], 1.0, -1),
+        ([good, torch.zeros(3, dtype=torch.int64)], 1.0, 0),
+        ([good, torch.zeros(3, dtype=torch.complex64)], 1.0, 0),
+        ([good, torch.zeros(3, 3).to_sparse()], 1.0, 0),
+    ]:
+        with pytest.raises(ValueError):
+            source.fill(tensors, std, release)
+    assert source.last_release == -1
+    assert (good == 0).all()
+
+
+@both
+def test_zero_scale_gives_zeros_and_uses_the_release_up(make):
+    source = make()
+    assert (draw(source, 5, release=0, std=0.0)[0] == 0).all()
+    with pytest.raises(RuntimeError):
+        draw(source, 5, release=0)
+
+
+@both
+def test_copies_are_refused(make):
+    source = make()
+    for clone in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="same noise"):
+            clone(source)
+
+
+# ---- a function of key, release and position ---------------------------------------------------------------
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fast_noise_does_not_depend_on_the_thread_count(threads, dtype):
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        source = make_fast()
+        results.append([draw(source, (700, 500), 3, 90_001, release=r, dtype=dtype) for r in (0, 1)])
+    for other in results[1:]:
+        for ours, theirs in zip(results[0], other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_fast_noise_survives_a_growing_pool(threads):
+    source, reference = make_fast(), make_fast()
+    for release, count in enumerate((2, 5, 1, 3)):
+        threads(count)
+        (ours,) = draw(source, 400_000, release=release)
+        threads(1)
+        (theirs,) = draw(reference, 400_000, release=release)
+        assert torch.equal(ours, theirs)
+
+
+@given(cuts=st.lists(st.integers(0, 140_000), max_size=6), extra=st.integers(0, 40))
+def test_fast_noise_depends_on_the_position_alone(cuts, extra):
+    """Neither how the positions are split among tensors nor how many follow changes the noise."""
+    total = 140_000
+    (whole,) = draw(make_fast(), total + extra, release=4)
+    edges = [0, *sorted(cuts), total]
+    parts = draw(make_fast(), *np.diff(edges).tolist(), release=4)
+    assert torch.equal(torch.cat(parts), whole[:total])
+
+
+def test_fast_noise_scales_exactly():
+    (one,) = draw(make_fast(), 70_001, release=0, std=1.0)
+    (four,) = draw(make_fast(), 70_001, release=0, std=4.0)
+    assert torch.equal(one * 4, four)
+
+
+# ---- saving and resuming -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_fast_noise_resumes_bitwise(seed, tmp_path):
+    unbroken = FastNoise(seed)
+    for release in range(5):
+        draw(unbroken, 1000, 70_000, release=release)
+    torch.save(unbroken.state_dict(), tmp_path / "noise.pt")
+    resumed = FastNoise(seed=99)
+    resumed.load_state_dict(torch.load(tmp_path / "noise.pt", weights_only=True))
+    with pytest.raises(RuntimeError):
+        draw(resumed, 1000, release=4)
+    for release in range(5, 8):
+        ours, theirs = (draw(s, 1000, 70_000, release=release) for s in (unbroken, resumed))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_secure_noise_never_resumes_its_stream(tmp_path):
+    source = make_secure()
+    draw(source, 1000, release=0)
+    state = source.state_dict()
+    assert KEY.hex() not in repr(state)
+    torch.save(state, tmp_path / "noise.pt")
+    (unbroken,) = draw(source, 1000, release=1, dtype=torch.float64)
+    seen = [unbroken]
+    for _ in range(2):
+        resumed = make_secure()
+        resumed.load_state_dict(torch.load(tmp_path / "noise.pt", weights_only=True))
+        assert not resumed.seeded
+        with pytest.raises(RuntimeError):
+            draw(resumed, 1000, release=0)
+        seen += draw(resumed, 1000, release=1, dtype=torch.float64)
+    source.load_state_dict(state)  # rewound in place
+    seen += draw(source, 1000, release=1, dtype=torch.float64)
+    assert torch.cat(seen).unique().numel() == 4000
+
+
+def test_rewinding_a_living_stream_is_logged(caplog):
+    source = FastNoise()
+    state = source.state_dict()
+    source.load_state_dict(state)
+    assert not caplog.records
+    draw(source, 3, release=0)
+    source.load_state_dict(state)
+    assert "share their noise" in caplog.text
+
+
+def test_states_of_the_other_kind_are_refused():
+    with pytest.raises(ValueError, match="'SecureNoise'"):
+        make_fast().load_state_dict(make_secure().state_dict())
+    with pytest.raises(ValueError, match="'FastNoise'"):
+        make_secure().load_state_dict(make_fast().state_dict())
+
+
+# ---- processes, missing packages, speed --------------------------------------------------------------------
+
+
+def forked(source: NoiseSource, queue) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+    queue.put(draw(source, 100, release=1, dtype=torch.float64)[0].numpy())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("make", [FastNoise, make_secure, make_fast], ids=["fast", "secure", "seeded"])
+def test_forked_processes_do_not_share_a_stream(make):
+    source = make()
+    draw(source, 100, release=0)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    children = [context.Process(target=forked, args=(source, queue)) for _ in range(2)]
+    for child in children:
+        child.start()
+    drawn = [queue.get() for _ in children]
+    for child in children:
+        child.join()
+    drawn.append(draw(source, 100, release=1, dtype=torch.float64)[0].numpy())
+    distinct = len(np.unique(np.concatenate(drawn)))
+    assert distinct == (100 if make is make_fast else 300)  # a seed promises repetition
+
+
+def resume_in_child(source: FastNoise, state, queue) -> None:
+    torch.set_num_threads(1)
+    source.load_state_dict(state)
+    queue.put(draw(source, 100, release=1)[0].numpy())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_may_resume_a_saved_stream():
+    saved, source = FastNoise(), FastNoise()
+    draw(saved, 100, release=0)
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=resume_in_child, args=(source, saved.state_dict(), queue))
+    child.start()
+    resumed = queue.get()
+    child.join()
+    assert np.array_equal(resumed, draw(saved, 100, release=1)[0].numpy())
+
+
+def test_missing_cryptography_names_the_extra(monkeypatch):
+    real_import = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.split(".")[0] == "cryptography":
+            raise ModuleNotFoundError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=r"dphero\[secure\]"):
+        SecureNoise()
+    FastNoise(seed=1).fill([torch.zeros(3)], 1.0, 0)
+
+
+def test_cryptography_is_imported_only_when_used():
+    code = "import sys, dphero.noise; sys.exit('cryptography' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_unknown_generator_layout_is_refused(monkeypatch):
+    class Stranger:
+        def manual_seed(self, seed):
+            return self
+
+        def get_state(self):
+            return torch.zeros(5056, dtype=torch.uint8)
+
+    source = FastNoise(seed=1)
+    monkeypatch.setattr(torch, "Generator", Stranger)
+    with pytest.raises(RuntimeError, match="SecureNoise"):
+        draw(source, 3, release=0)
+
+
+def test_many_small_tensors_are_cheap():
+    """A LeNet's ten tensors: measured 0.3 ms; the bound leaves room for a busy machine."""
+    shapes = [(6, 1, 5, 5), 6, (16, 6, 5, 5), 16, (120, 400), 120, (84, 120), 84, (10, 84), 10]
+    tensors = [torch.empty(shape) for shape in shapes]
+    source = FastNoise()
+    best = math.inf
+    for release in range(30):
+        start = time.perf_counter()
+        source.fill(tensors, 1.0, release)
+        best = min(best, time.perf_counter() - start)
+    assert best < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@both
+def test_cuda(make, dtype):
+    def on_cuda(source, release):
+        tensors = [
+            torch.zeros(300, 500, device="cuda", dtype=dtype).t(),
+            torch.zeros(7, device="cuda", dtype=dtype),
+            torch.zeros(100_000, device="cuda", dtype=dtype),
+        ]
+        source.fill(tensors, STD, release)
+        return torch.cat([t.flatten() for t in tensors]).cpu()
+
+    source = make()
+    first, second = on_cuda(source, 0), on_cuda(source, 1)
+    for sample in (first, second):
+        assert abs(sample.double().mean()) < 0.02
+        assert abs(sample.double().std() / STD - 1) < 0.01
+        if dtype != torch.bfloat16:
+            assert pvalue(sample, STD) > 1e-4
+            assert pvalue(sample, STD * 2 / 3) < 1e-12
+    assert abs(np.corrcoef(first.double(), second.double())[0, 1]) < 0.01
+    assert torch.equal(on_cuda(make(), 0), first)  # same key, same release
+    resumed = make()
+    state = make().state_dict() | {"last_release": 0}
+    resumed.load_state_dict(state)
+    assert torch.equal(on_cuda(resumed, 1), second) == isinstance(resumed, FastNoise)
+    low, high = (torch.Generator("cuda").manual_seed(s) for s in (1, 1 + (1 << 32)))
+    assert not torch.equal(
+        torch.empty(32, device="cuda").normal_(generator=low),
+        torch.empty(32, device="cuda").normal_(generator=high),
+    )
