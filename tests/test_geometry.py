@@ -85,9 +85,7 @@ def test_factor_is_its_definition_on_both_axes(
     torch.testing.assert_close(factor.whiten(factor.colour(x)), x, **close)
     torch.testing.assert_close(factor.colour(factor.whiten(rows, -2), -2), rows, **close)
     torch.testing.assert_close(factor.square_norm(x), factor.whiten(x).square().sum(-1), **close)
-    torch.testing.assert_close(
-        factor.square_norm(rows, -2), factor.whiten(rows, -2).square().sum(-2), **close
-    )
+    torch.testing.assert_close(factor.square_norm(rows, -2), factor.whiten(rows, -2).square().sum(-2), **close)
     torch.testing.assert_close(factor.variance().double(), (matrix @ matrix.T).diag(), **close)
     singular = torch.linalg.svdvals(matrix)
     assert factor.smallest == pytest.approx(float(singular.min()), rel=tolerance)
@@ -194,9 +192,7 @@ def test_geometry_is_one_operator(
     operator = geometry.colour(torch.eye(size, dtype=dtype).reshape(size, *shape)).reshape(size, size)
     torch.testing.assert_close(operator, operator.T, **close)
     coloured = geometry.colour(x)
-    torch.testing.assert_close(
-        coloured.reshape(-1), (x.reshape(*batch, size) @ operator).reshape(-1), **close
-    )
+    torch.testing.assert_close(coloured.reshape(-1), (x.reshape(*batch, size) @ operator).reshape(-1), **close)
     torch.testing.assert_close(geometry.whiten(coloured), x, **close)
     whitened = geometry.whiten(x).reshape(*batch, size)
     torch.testing.assert_close(geometry.square_norm(x), whitened.square().sum(-1), **close)
@@ -260,9 +256,7 @@ def test_half_precision_tensors_are_computed_in_float32() -> None:
     x = randn(4, 8, seed=0, dtype=torch.bfloat16)
     assert factor.colour(x).dtype == torch.bfloat16
     assert factor.square_norm(x).dtype == torch.float32 == identity((8,)).square_norm(x).dtype
-    assert (
-        Dense(torch.eye(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32
-    )
+    assert Dense(torch.eye(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_to_changes_precision() -> None:

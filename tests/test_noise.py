@@ -2,10 +2,12 @@
 
 import builtins
 import copy
+import hashlib
 import math
 import multiprocessing
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -35,12 +37,8 @@ def make_secure() -> SecureNoise:
 both = pytest.mark.parametrize("make", [make_fast, make_secure], ids=["fast", "secure"])
 
 
-def draw(
-    source: NoiseSource, *shapes: int | tuple[int, ...], release: int, std: float = STD, dtype=torch.float32
-):
-    tensors = [
-        torch.full(shape if isinstance(shape, tuple) else (shape,), math.nan, dtype=dtype) for shape in shapes
-    ]
+def draw(source: NoiseSource, *shapes: int | tuple[int, ...], release: int, std: float = STD, dtype=torch.float32):
+    tensors = [torch.full(shape if isinstance(shape, tuple) else (shape,), math.nan, dtype=dtype) for shape in shapes]
     source.fill(tensors, std, release)
     return tensors
 
@@ -76,9 +74,7 @@ def test_moments(make):
 def test_small_tensors_together_follow_the_same_law(make):
     """Sizes below torch's block of 16 and across chunk borders take other paths through the code."""
     source = make()
-    sample = torch.cat(
-        [t.flatten() for r in range(400) for t in draw(source, 1, (3, 5), 7, (2, 1, 2), 13, release=r)]
-    )
+    sample = torch.cat([t.flatten() for r in range(400) for t in draw(source, 1, (3, 5), 7, (2, 1, 2), 13, release=r)])
     assert pvalue(sample, STD) > 0.01
     assert pvalue(sample, STD * 0.9) < 1e-3
 
@@ -119,10 +115,7 @@ def test_float64_noise_uses_all_of_float64():
 
 def test_mixed_types_and_devices_in_one_release():
     for make in (make_fast, make_secure):
-        tensors = [
-            torch.zeros(50_000, dtype=d)
-            for d in (torch.float32, torch.float64, torch.bfloat16, torch.float32)
-        ]
+        tensors = [torch.zeros(50_000, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float32)]
         make().fill(tensors, STD, 0)
         for tensor in tensors:
             assert abs(tensor.double().std() / STD - 1) < 0.02
@@ -176,9 +169,7 @@ def test_secure_stream_is_the_published_cipher(size):
     stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor().update(bytes(8 * size))
     bits = torch.from_numpy(np.frombuffer(stream, dtype=np.int64).copy())
     chunk = noise._SECURE_CHUNK if size > 2 * noise._SECURE_CHUNK else noise._SERIAL
-    expected = [
-        noise._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)
-    ]
+    expected = [noise._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)]
     torch.testing.assert_close(torch.cat(expected), sample, rtol=1e-12, atol=1e-12)
 
 
@@ -233,7 +224,7 @@ def test_empty_tensors_and_empty_lists(make):
 
 @both
 def test_parameters_keep_their_storage_and_their_graph(make):
-    parameter = torch.nn.Parameter(torch.zeros(70_000))
+    parameter = torch.nn.Parameter(torch.zeros(300_000))  # large enough for helper threads
     pointer = parameter.data_ptr()
     make().fill([parameter], STD, 0)
     assert parameter.data_ptr() == pointer
@@ -259,9 +250,7 @@ def test_torch_global_generator_is_neither_read_nor_moved(make):
 def test_no_noise_repeats_across_releases_tensors_and_chunks(make):
     """In float64 two equal values among half a million have a chance below 1e-4."""
     source = make()
-    drawn = [
-        t for r in range(4) for t in draw(source, 70_000, 1000, (200, 300), 7, release=r, dtype=torch.float64)
-    ]
+    drawn = [t for r in range(4) for t in draw(source, 70_000, 1000, (200, 300), 7, release=r, dtype=torch.float64)]
     values = torch.cat([t.flatten() for t in drawn])
     assert values.unique().numel() == values.numel()
 
@@ -271,6 +260,26 @@ def test_no_value_of_one_type_is_the_rounded_value_of_another():
     make_fast().fill([narrow, wide], 1.0, 0)
     assert not torch.isclose(narrow, wide.float(), atol=1e-4).all()
     assert abs(np.corrcoef(narrow, wide)[0, 1]) < 0.15
+
+
+def reference_chunk(source: FastNoise, release: int, chunk: int, count: int) -> np.ndarray:
+    """MT19937 from NumPy, its whole state from SHAKE-128; torch's 24-bit uniforms and Box-Muller by 8 + 8."""
+    name = bytes.fromhex(source.state_dict()["key"]) + struct.pack("<QQ?", release, chunk, False)
+    words = np.frombuffer(hashlib.shake_128(name).digest(624 * 4), dtype="<u4")
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    u = (twister.random_raw(count) & 0xFFFFFF).reshape(-1, 2, 8) / 2**24
+    radius, angle = np.sqrt(-2 * np.log(1 - u[:, 0])), 2 * np.pi * u[:, 1]
+    return (radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)).ravel()
+
+
+@pytest.mark.parametrize("release", [0, 7, (1 << 40) + 7])
+def test_fast_stream_is_the_documented_one(release):
+    """All 19,937 bits of the generator come from the key: a seed of 32 or 64 bits would give other numbers."""
+    source = FastNoise()
+    (sample,) = draw(source, 2 * noise._FAST_CHUNK, release=release, std=1.0)
+    expected = np.concatenate([reference_chunk(source, release, c, noise._FAST_CHUNK) for c in (0, 1)])
+    np.testing.assert_allclose(sample.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_all_bits_of_the_name_reach_the_generator():

@@ -44,9 +44,7 @@ def geometries(rows: int, columns: int) -> dict[str, Geometry | None]:
 KINDS = list(geometries(2, 3))
 
 
-def run(
-    guidance: History, signal: Any, noise_scale: float, geometry: Geometry | None, steps: int
-) -> Released:
+def run(guidance: History, signal: Any, noise_scale: float, geometry: Geometry | None, steps: int) -> Released:
     """Feeds `steps` releases: signal(step) plus the noise that the geometry gives."""
     draw = generator(77)
     released = None
@@ -82,17 +80,13 @@ def test_diagonal_takes_the_known_noise_out(kind: str) -> None:
     deviations = torch.where(torch.rand(rows, columns, generator=generator(0)) < 0.25, 2.0, 0.2)
     draw = generator(1)
     guidance = History("diagonal", exponent=1.0, floor=0.1, decay=0.9995)
-    released = run(
-        guidance, lambda _: deviations * torch.randn(rows, columns, generator=draw), 2.0, geometry, 4000
-    )
+    released = run(guidance, lambda _: deviations * torch.randn(rows, columns, generator=draw), 2.0, geometry, 4000)
     moment = guidance._moments["w"]
     assert isinstance(moment, DiagonalMoment)
     found, truth = moment.mean(), deviations.square().flatten()
     assert float((found - truth).abs().max()) < 2.5  # the noise alone has a variance between 1 and 36
     factor = guidance.geometry(released)["w"].flat
-    assert isinstance(factor, Diagonal) and float(factor.scales.square().mean()) == pytest.approx(
-        1.0, rel=1e-5
-    )
+    assert isinstance(factor, Diagonal) and float(factor.scales.square().mean()) == pytest.approx(1.0, rel=1e-5)
     strong = truth > 1
     assert float(factor.scales[strong].mean()) > 3 * float(factor.scales[~strong].mean())
 
@@ -125,17 +119,13 @@ def test_subtraction_is_what_does_it() -> None:
     draw = generator(77)
     for step in range(500):
         noise = geometry.colour(torch.randn(5, 6, generator=draw))
-        blind.observe(
-            Released(step, (Block("w", torch.zeros(5, 6), gradient=noise, geometry=geometry),), 0.0)
-        )
+        blind.observe(Released(step, (Block("w", torch.zeros(5, 6), gradient=noise, geometry=geometry),), 0.0))
     moment, unmoved = guidance._moments["w"].mean(), blind._moments["w"].mean()
     variance = torch.linspace(0.3, 3.0, 30).square()
     assert float((moment / variance).mean().abs()) < 0.1
     assert float((unmoved / variance).mean()) == pytest.approx(1.0, abs=0.1)
     scales = blind.geometry(released)["w"].flat.scales  # type: ignore[union-attr]
-    assert float(scales[-5:].mean()) > 5 * float(
-        scales[:5].mean()
-    )  # blind, it mistakes its own noise for signal
+    assert float(scales[-5:].mean()) > 5 * float(scales[:5].mean())  # blind, it mistakes its own noise for signal
 
 
 @pytest.mark.parametrize("kind", ["dense", "leading"])
@@ -194,9 +184,7 @@ def test_all_noise_is_isotropic() -> None:
     released = Released(0, (Block("w", torch.zeros(3, 3), gradient=torch.zeros(3, 3)),), 1.0)
     guidance.observe(released)
     factor = guidance.geometry(released)["w"].flat
-    assert (
-        factor is not None and factor.smallest == pytest.approx(1.0) and factor.largest == pytest.approx(1.0)
-    )
+    assert factor is not None and factor.smallest == pytest.approx(1.0) and factor.largest == pytest.approx(1.0)
 
 
 def test_model_scope_weighs_every_coordinate_once() -> None:

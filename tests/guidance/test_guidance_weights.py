@@ -24,9 +24,7 @@ def weight(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.fl
 def trained(rows: int, columns: int, strong: int, seed: int = 0) -> Tensor:
     """A weight with a few strong directions above a random bulk, as training leaves it."""
     generator = torch.Generator().manual_seed(seed + 1)
-    signal = torch.randn(rows, strong, generator=generator) @ torch.randn(
-        strong, columns, generator=generator
-    )
+    signal = torch.randn(rows, strong, generator=generator) @ torch.randn(strong, columns, generator=generator)
     return weight(rows, columns, seed) + 0.1 * signal / strong**0.5
 
 
@@ -88,9 +86,7 @@ def test_sides_follow_the_feature_axis() -> None:
 
 def test_a_convolution_is_a_matrix_of_output_features() -> None:
     w = weight(6, 18).reshape(6, 2, 3, 3)
-    torch.testing.assert_close(
-        dense(only(PCA(), w).left), formula(w.reshape(6, 18), 0.25, 0.1), rtol=1e-3, atol=1e-4
-    )
+    torch.testing.assert_close(dense(only(PCA(), w).left), formula(w.reshape(6, 18), 0.25, 0.1), rtol=1e-3, atol=1e-4)
 
 
 def test_biases_share_and_plain_blocks_stay_out() -> None:
@@ -127,9 +123,7 @@ def test_rank_gives_the_rest_the_floor(solver: Any) -> None:
     v = (values / values.mean() + 0.2) ** 0.5
     v[3:] = 0.2**0.5
     v = v * math.sqrt(40) / v.norm()
-    torch.testing.assert_close(
-        factor.scales.double().sort(descending=True).values, v[:3], rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(factor.scales.double().sort(descending=True).values, v[:3], rtol=1e-3, atol=1e-3)
     assert factor.rest == pytest.approx(float(v[-1]), rel=1e-3)
     full = only(PCA(rank=40, solver=solver), w).left
     assert isinstance(full, Dense)
@@ -216,9 +210,7 @@ def test_subspace_without_a_gap_still_finds_the_spectrum() -> None:
     assert isinstance(factor, LowRank)
     found, _ = solvers.subspace(w, "w", 16)
     truth = spectrum(w)
-    assert (
-        float((found.values / truth[:16]).min()) > 0.9 and float((found.values / truth[:16]).max()) < 1.0001
-    )
+    assert float((found.values / truth[:16]).min()) > 0.9 and float((found.values / truth[:16]).max()) < 1.0001
     assert found.rest == pytest.approx(float(truth[16:].mean()), rel=0.01)
     assert float(factor.variance().sum()) == pytest.approx(512, rel=1e-5)
 

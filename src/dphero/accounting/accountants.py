@@ -149,9 +149,7 @@ def filter_divergence(event: Event, order: float) -> float:
 def _check_order(order: float) -> float:
     order = checks.finite("filter_order", order, "fix one Rényi order before the run, for example 8")
     if order <= 1.01:
-        raise ValueError(
-            f"filter_order must be above 1.01, got {order}: fix one order before the run, for example 8"
-        )
+        raise ValueError(f"filter_order must be above 1.01, got {order}: fix one order before the run, for example 8")
     return order
 
 
@@ -207,9 +205,7 @@ def _zcdp(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order
         total += count * rho
     warning = None
     if any(event.is_sampled for event in charges):
-        warning = (
-            "zCDP keeps no gain from sampling: this prices every example in every step; pld is far tighter"
-        )
+        warning = "zCDP keeps no gain from sampling: this prices every example in every step; pld is far tighter"
     return _Answer(_zcdp_epsilon(total, delta), warning=warning)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -60,14 +59,12 @@ class Budget:
             raise ValueError(f"accountant {accountant!r} is unknown: use one of {', '.join(ACCOUNTANTS)}")
         self.accountant = accountant
         self.filter_order = _best_order(self.epsilon, self.delta) if filter_order is None else filter_order
-        price(
-            Ledger(), self.delta, accountant, filter_order=self.filter_order
-        )  # refuses a bad order now, not mid-run
+        price(Ledger(), self.delta, accountant, filter_order=self.filter_order)  # refuses a bad order now, not mid-run
         # Counts of events that are known to fit together. Costs grow with counts, so whatever is within them
         # fits too.
         self._fitting: dict[Event, int] = {}
         # The divergence of a ledger's finished runs, which never change: (ledger, number of runs, their sum).
-        self._filtered: tuple[weakref.ref[Ledger], int, float] | None = None
+        self._filtered: tuple[Ledger, int, float] | None = None
 
     def check(self, ledger: Ledger, next_event: Event) -> None:
         """Return if ``next_event`` may be released after what is in ``ledger``.
@@ -128,12 +125,12 @@ class Budget:
 
     @staticmethod
     def _alternating(ledger: Ledger, event: Event) -> tuple[Event, ...]:
-        """The events that take turns with ``event``: those of the latest runs if it is among them."""
-        latest = list(ledger.runs(start=max(0, ledger.run_count - _RECENT_RUNS)))
-        members = dict.fromkeys(member for member, _ in latest)
-        if event not in members or latest[-1][0] == event:
+        """The events that take turns with ``event``: those released since it was, itself included."""
+        latest = [member for member, _ in ledger.runs(start=max(0, ledger.run_count - _RECENT_RUNS))]
+        if event not in latest:
             return (event,)
-        return tuple(members)
+        since = len(latest) - 1 - latest[::-1].index(event)
+        return tuple(dict.fromkeys(latest[since:]))
 
     def _affordable(self, costs: Sequence[_Cost], ledger: Ledger, events: tuple[Event, ...]) -> int:
         """How many times all ``events`` together can still be released."""
@@ -162,14 +159,14 @@ class Budget:
     def _divergence(self, ledger: Ledger) -> float:
         """The ledger's divergence at the filter's order; only runs new since the last call are added up."""
         known = self._filtered
-        done, total = (known[1], known[2]) if known is not None and known[0]() is ledger else (0, 0.0)
+        done, total = (known[1], known[2]) if known is not None and known[0] is ledger else (0, 0.0)
         for event, count in ledger.runs(start=done):
             done += 1
             last = count * filter_divergence(event, self.filter_order)
             if done < ledger.run_count:
                 total += last
             else:
-                self._filtered = (weakref.ref(ledger), done - 1, total)
+                self._filtered = (ledger, done - 1, total)
                 return total + last
         return total
 
@@ -181,5 +178,5 @@ def _best_order(epsilon: float, delta: float) -> float:
     sampled divergences are exact sums there; at least 2.
     """
     log = -math.log(delta)
-    root_rho = math.sqrt(log + epsilon) - math.sqrt(log)
+    root_rho = epsilon / (math.sqrt(log + epsilon) + math.sqrt(log))
     return float(min(max(round(1 + math.sqrt(log) / root_rho), 2), 256))

@@ -100,9 +100,7 @@ def calibrate_sample_rate(
         return _epsilon(sample_rate, noise_multiplier, steps, delta, accountant, coarse)
 
     guess = gaussian_mu(epsilon, delta) / (_unsampled_mu(noise_multiplier) * math.sqrt(steps))
-    found = safe_value(
-        stages(cost, accountant), epsilon, guess, safest=LEAST_RATE, riskiest=1.0, tolerance=_TOLERANCE
-    )
+    found = safe_value(stages(cost, accountant), epsilon, guess, safest=LEAST_RATE, riskiest=1.0, tolerance=_TOLERANCE)
     if found is None:
         best = cost(LEAST_RATE, False)
         raise CalibrationError(

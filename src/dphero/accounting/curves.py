@@ -88,7 +88,7 @@ def _without_convergence_warnings() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=16384)
 def _poisson_gaussian_rdp(
     sample_rate: float, noise_multiplier: float, orders: tuple[float, ...]
 ) -> NDArray[np.float64]:
@@ -103,9 +103,7 @@ def _poisson_gaussian_rdp(
     return divergences
 
 
-def poisson_gaussian_rdp(
-    sample_rate: float, noise_multiplier: float, orders: Sequence[float]
-) -> NDArray[np.float64]:
+def poisson_gaussian_rdp(sample_rate: float, noise_multiplier: float, orders: Sequence[float]) -> NDArray[np.float64]:
     """Rényi divergences of one Poisson-sampled Gaussian release, one per order (infinite without noise).
 
     At an integer order ``a``: ``ln sum_k C(a,k) (1-q)^(a-k) q^k exp(k(k-1) / (2 sigma^2)) / (a-1)``; without
@@ -151,9 +149,7 @@ def poisson_gaussian_deltas(
 
 
 @lru_cache(maxsize=16)
-def poisson_gaussian_pld(
-    sample_rate: float, noise_multiplier: float, interval: float
-) -> PrivacyLossDistribution:
+def poisson_gaussian_pld(sample_rate: float, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
     """The privacy-loss distribution of one Poisson-sampled Gaussian release, for ``sample_rate < 1``.
 
     The same numbers as dp_accounting's ``from_gaussian_mechanism``, whose divergences are computed one by one
@@ -171,9 +167,7 @@ def poisson_gaussian_pld(
         low = math.floor(bounds.epsilon_lower / interval)
         high = math.ceil(bounds.epsilon_upper / interval)
         epsilons = np.arange(low, high + 1) * interval
-        deltas = poisson_gaussian_deltas(
-            sample_rate, noise_multiplier, epsilons, adding=adjacency is AdjacencyType.ADD
-        )
+        deltas = poisson_gaussian_deltas(sample_rate, noise_multiplier, epsilons, adding=adjacency is AdjacencyType.ADD)
         return create_pmf_pessimistic_connect_dots_fixed_gap(interval, low, high, deltas)
 
     return PrivacyLossDistribution(one_direction(AdjacencyType.REMOVE), one_direction(AdjacencyType.ADD))

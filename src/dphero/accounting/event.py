@@ -1,7 +1,7 @@
 """The protocol of an event: one noisy release, and the curves that accountants may ask it for.
 
-An event says what it is and lends accountants the curves it knows. A curve that it does not know is ``None``, and
-an accountant that needs it refuses. So a new kind of release is one new class; no accountant changes.
+An event says what it is and lends accountants the curves it knows. A curve that it does not know is ``None``,
+and an accountant that needs it refuses. So a new kind of release is one new class; no accountant changes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class Event:
 
     def __init_subclass__(cls, *, kind: str) -> None:
         if kind in EVENT_KINDS:
-            raise ValueError(
-                f"event kind {kind!r} is already {EVENT_KINDS[kind].__name__}: choose another name"
-            )
+            raise ValueError(f"event kind {kind!r} is already {EVENT_KINDS[kind].__name__}: choose another name")
         cls.kind = kind
         EVENT_KINDS[kind] = cls
 
@@ -101,9 +99,7 @@ class Event:
         values = dict(data)
         kind = values.pop("kind", None)
         if not isinstance(kind, str) or kind not in EVENT_KINDS:
-            raise ValueError(
-                f"unknown event kind {kind!r}: this version knows {', '.join(sorted(EVENT_KINDS))}"
-            )
+            raise ValueError(f"unknown event kind {kind!r}: this version knows {', '.join(sorted(EVENT_KINDS))}")
         expected = {field.name for field in fields(EVENT_KINDS[kind])}
         if values.keys() != expected:
             raise ValueError(f"event {kind!r} needs exactly {sorted(expected)}, got {sorted(values)}")

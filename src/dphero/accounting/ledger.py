@@ -20,13 +20,14 @@ class Ledger:
     relation, because their prices would not add otherwise.
 
     Example:
+        >>> from dphero.accounting import Ledger, PoissonGaussian
         >>> ledger = Ledger()
         >>> ledger.record(PoissonGaussian(sample_rate=0.01, noise_multiplier=1.0), count=100)
         >>> ledger.steps
         100
     """
 
-    __slots__ = ("__weakref__", "_counts", "_latest", "_runs", "_steps")
+    __slots__ = ("_counts", "_latest", "_runs", "_steps")
 
     def __init__(self) -> None:
         self._runs: list[tuple[Event, int]] = []

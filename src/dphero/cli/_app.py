@@ -17,9 +17,7 @@ import dphero
 class OneLineErrors(TyperGroup):
     """Shows an error as one line on stderr with exit code 2: wrong usage, and what the library refuses."""
 
-    def main(
-        self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any
-    ) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command line and leave the process."""
         options["standalone_mode"] = False
         try:

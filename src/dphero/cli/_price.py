@@ -70,9 +70,7 @@ def show(
         table.add_row("warning", price.warning, style="yellow")
     sign = "≤" if price.is_bound else "≈"
     title = f"ε {sign} {_round(price.epsilon, math.ceil, 5):.5g} at δ = {price.delta:g}"
-    Console(highlight=False).print(
-        Panel(table, title=f"[bold]{title}[/bold]", expand=False, title_align="left")
-    )
+    Console(highlight=False).print(Panel(table, title=f"[bold]{title}[/bold]", expand=False, title_align="left"))
 
 
 def _round(value: float, towards: Callable[[float], int], digits: int = 6) -> float:

@@ -17,12 +17,8 @@ def register(app: typer.Typer) -> None:
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="The privacy loss allowed.")],
     delta: DeltaOption,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Noise over clip bound; leave out to solve.")
-    ] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(help="Sampling probability; leave out to solve.")
-    ] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise over clip bound; leave out to solve.")] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="Sampling probability; leave out to solve.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps; leave out to solve.")] = None,
     accountant: AccountantOption = "pld",
     json: JsonOption = False,

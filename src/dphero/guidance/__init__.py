@@ -41,9 +41,7 @@ def resolve(guidance: str | Guidance) -> Guidance:
     if isinstance(guidance, str):
         if guidance not in _NAMED:
             choices = ", ".join(map(repr, _NAMED))
-            raise ValueError(
-                f"unknown guidance {guidance!r}: expected one of {choices}, or a Guidance object"
-            )
+            raise ValueError(f"unknown guidance {guidance!r}: expected one of {choices}, or a Guidance object")
         return _NAMED[guidance]()
     if isinstance(guidance, type) or not isinstance(guidance, Guidance):
         raise TypeError(f"guidance must be a name or a Guidance object, not {guidance!r}")

@@ -44,9 +44,7 @@ class Block:
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", self.value.detach())
         if self.features not in ("rows", "columns"):
-            raise ValueError(
-                f"block {self.name!r}: features must be 'rows' or 'columns', not {self.features!r}"
-            )
+            raise ValueError(f"block {self.name!r}: features must be 'rows' or 'columns', not {self.features!r}")
         if self.gradient is not None:
             object.__setattr__(self, "gradient", self.gradient.detach())
         for what in ("gradient", "geometry"):
@@ -82,9 +80,7 @@ class Released:
     def __post_init__(self) -> None:
         names = [block.name for block in self.blocks]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"block names must be unique: {sorted(n for n in set(names) if names.count(n) > 1)}"
-            )
+            raise ValueError(f"block names must be unique: {sorted(n for n in set(names) if names.count(n) > 1)}")
 
 
 @runtime_checkable
@@ -125,9 +121,7 @@ def share_rows(released: Released, geometries: dict[str, Geometry]) -> dict[str,
         owner = geometries.get(block.shares) if block.shares is not None else None
         if owner is not None and owner.left is not None and not block.plain and block.name not in shared:
             if tuple(block.value.shape) != (owner.rows,):
-                what = (
-                    f"shape {tuple(block.value.shape)} cannot share the {owner.rows} rows of {block.shares!r}"
-                )
+                what = f"shape {tuple(block.value.shape)} cannot share the {owner.rows} rows of {block.shares!r}"
                 raise ValueError(f"block {block.name!r}: {what}")
             shared[block.name] = Geometry((owner.rows,), left=owner.left)
     return shared

@@ -154,9 +154,7 @@ class DenseMoment(Average):
     def _covariance(self, geometry: Geometry | None, like: Tensor, size: int) -> Tensor:
         if self.axis is None:
             return flat_covariance(geometry, like)
-        root = axis_noise(geometry, self.axis, like).root(
-            torch.eye(size, dtype=like.dtype, device=like.device)
-        )
+        root = axis_noise(geometry, self.axis, like).root(torch.eye(size, dtype=like.dtype, device=like.device))
         return root.mT @ root
 
 

@@ -71,9 +71,7 @@ def of_symmetric(symmetric: Tensor, name: str, rounding: int | None = None) -> S
     return Spectrum(name, values, basis, len(values), float(values.sum()))
 
 
-def subspace(
-    matrix: Tensor, name: str, components: int, start: Tensor | None = None
-) -> tuple[Spectrum, Tensor]:
+def subspace(matrix: Tensor, name: str, components: int, start: Tensor | None = None) -> tuple[Spectrum, Tensor]:
     """Returns the leading spectrum of M M^T by block subspace iteration, and the basis for the next call.
 
     One sweep is Q <- qr(M (M^T Q)); the values are those of Rayleigh and Ritz, theta = eigh(Q^T M M^T Q), so

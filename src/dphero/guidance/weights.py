@@ -88,9 +88,7 @@ class PCA:
             axes = [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
             spectrums = [self._spectrum(block, axis) for block, axis in axes]
             groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
-            made = [
-                factor for group in groups for factor in spectra.factors(group, self.exponent, self.floor)
-            ]
+            made = [factor for group in groups for factor in spectra.factors(group, self.exponent, self.floor)]
             for (block, axis), factor in zip(axes, made, strict=True):
                 found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
         shapes = {block.name: tuple(block.value.shape) for block in released.blocks}
