@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dphero.geometry import Dense, Diagonal, Factor, Geometry, LowRank, Scalar, identity
+from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
+from dphero.geometry import Geometry, identity
 
 DTYPES = [torch.float32, torch.float64]
 KINDS = ["Scalar", "Diagonal", "Dense", "LowRank"]

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from numbers import Real
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping"]
+__all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping", "total"]
 
 
 class Clipping(ABC):
     """A clip rule with a bound ``norm`` on what one example can add."""
 
+    kind: ClassVar[str]
+    """Its name in ``make_private`` and in checkpoints."""
+
     def __init__(self, norm: float) -> None:
-        self.norm = norm
+        self.norm = self._first_norm = norm
 
     @abstractmethod
     def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -32,8 +36,8 @@ class Clipping(ABC):
         """Standard deviation of the noise on the count that adapts the bound; ``None`` where none is released."""
         return None
 
-    def observe(self, square_norms: Mapping[str, Tensor], real: Tensor) -> Tensor | None:
-        """Return this batch's share of the count to be released, or ``None``."""
+    def observe(self, square_norms: Mapping[str, Tensor]) -> Tensor | None:
+        """Return these examples' share of the count to be released, or ``None`` where none is."""
         return None
 
     def adapt(self, noisy_count: float, expected_lot: float) -> None:
@@ -41,47 +45,62 @@ class Clipping(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs."""
-        return {"norm": self.norm}
+        return {"kind": self.kind, "max_grad_norm": self._first_norm, "norm": self.norm}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless ``state`` was saved by a rule like this one."""
+        ours = self.state_dict()
+        for name in ours.keys() - {"norm"}:
+            if state[name] != ours[name]:
+                raise ValueError(
+                    f"the checkpoint was made with clipping {name} {state[name]!r}, this engine has {ours[name]!r}; call "
+                    "make_private with the same arguments to resume"
+                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
+        self.check(state)
         self.norm = float(state["norm"])
 
 
 class Flat(Clipping):
     """One norm over all parameters: weights = min(1, C / ‖w_i‖)."""
 
+    kind = "flat"
+
     def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        shared = _bounded(self.norm, total(square_norms))
-        return {name: shared for name in square_norms}
+        return dict.fromkeys(square_norms, _bounded(self.norm, total(square_norms)))
 
 
 class Automatic(Clipping):
     """Normalise instead of clip: weights = C / (‖w_i‖ + γ) (Bu et al.), always below C / ‖w_i‖."""
+
+    kind = "automatic"
 
     def __init__(self, norm: float, stability: float = 0.01) -> None:
         super().__init__(norm)
         self.stability = stability
 
     def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        shared = self.norm / (total(square_norms).sqrt() + self.stability)
-        return {name: shared for name in square_norms}
+        return dict.fromkeys(square_norms, self.norm / (total(square_norms).sqrt() + self.stability))
 
 
 class PerLayer(Clipping):
     """Each of the L modules with parameters is clipped alone, to C / √L, so that the whole stays within C."""
 
+    kind = "per_layer"
+
     def __init__(self, norm: float, layers: Mapping[str, str]) -> None:
         super().__init__(norm)
         self._layers = dict(layers)
-        self._share = norm / math.sqrt(len(set(layers.values())))
+        self._root = math.sqrt(len(set(layers.values())))
 
     def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         sums: dict[str, Tensor] = {}
         for name, squares in square_norms.items():
             layer = self._layers[name]
             sums[layer] = sums[layer] + squares if layer in sums else squares
-        weights = {layer: _bounded(self._share, squares) for layer, squares in sums.items()}
+        weights = {layer: _bounded(self.norm / self._root, squares) for layer, squares in sums.items()}
         return {name: weights[self._layers[name]] for name in square_norms}
 
 
@@ -92,37 +111,49 @@ class Adaptive(Flat):
     b̃ = (Σ_i (1[‖w_i‖ ≤ C_t] − ½) + σ_b z) / B + ½, then C_{t+1} = C_t exp(−η (b̃ − quantile)). Σ moves by at
     most ½ per example, so the step costs what multiplier σ costs if the gradient is released at
     (σ⁻² − (2σ_b)⁻²)^(−1/2). The bound of step t is fixed before its lot is drawn.
+
+    Args:
+        norm: C₀.
+        expected_lot: B.
+        noise_multiplier: σ. The count's noise σ_b is B / 20, at least σ: then the gradient's multiplier is at
+            most 2/√3 of σ.
+        quantile: Which share of the examples the bound should leave unclipped.
+        rate: η.
     """
 
+    kind = "adaptive"
+
     def __init__(
-        self,
-        norm: float,
-        expected_lot: float,
-        quantile: float = 0.5,
-        rate: float = 0.2,
-        count_noise: float | None = None,
+        self, norm: float, expected_lot: float, noise_multiplier: float, quantile: float = 0.5, rate: float = 0.2
     ) -> None:
         super().__init__(norm)
         self.quantile, self.rate = quantile, rate
-        self._count_noise = count_noise or max(expected_lot / 20, 1.0)
+        self._count_noise = max(expected_lot / 20, noise_multiplier)
 
     @property
     def count_noise(self) -> float | None:
         return self._count_noise
 
-    def observe(self, square_norms: Mapping[str, Tensor], real: Tensor) -> Tensor | None:
-        below = (total(square_norms) <= self.norm**2).to(torch.float64) - 0.5
-        return (below * real).sum()
+    def observe(self, square_norms: Mapping[str, Tensor]) -> Tensor | None:
+        below = total(square_norms) <= self.norm**2
+        return (below.to(torch.float64) - 0.5).sum()
 
     def adapt(self, noisy_count: float, expected_lot: float) -> None:
         fraction = noisy_count / expected_lot + 0.5
         self.norm *= math.exp(-self.rate * (fraction - self.quantile))
 
+    def state_dict(self) -> dict[str, Any]:
+        settings = {"quantile": self.quantile, "rate": self.rate, "count_noise": self._count_noise}
+        return {**super().state_dict(), **settings}
 
-def make_clipping(kind: str, norm: float, *, expected_lot: float, layers: Mapping[str, str]) -> Clipping:
+
+def make_clipping(
+    kind: str, norm: float, *, expected_lot: float, noise_multiplier: float, layers: Mapping[str, str]
+) -> Clipping:
     """Make a clip rule by its name."""
-    if not (isinstance(norm, int | float) and math.isfinite(norm) and norm > 0):
+    if isinstance(norm, bool) or not isinstance(norm, Real) or not math.isfinite(norm) or norm <= 0:
         raise ValueError(f"max_grad_norm must be a positive number, got {norm!r}")
+    norm = float(norm)
     if kind == "flat":
         return Flat(norm)
     if kind == "automatic":
@@ -130,7 +161,7 @@ def make_clipping(kind: str, norm: float, *, expected_lot: float, layers: Mappin
     if kind == "per_layer":
         return PerLayer(norm, layers)
     if kind == "adaptive":
-        return Adaptive(norm, expected_lot)
+        return Adaptive(norm, expected_lot, noise_multiplier)
     raise ValueError(f'clipping must be "flat", "per_layer", "automatic" or "adaptive", got {kind!r}')
 
 

@@ -314,7 +314,7 @@ class PrivacyEngine:
     @property
     def diagnostics(self) -> Diagnostics:
         """What the data's owner may look at while tuning: private, outside every guarantee."""
-        return self._attached.lot_sum.summary()
+        return self._attached.lot_sum.diagnostics
 
     # -- life ---------------------------------------------------------------------------------------------
 

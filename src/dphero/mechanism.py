@@ -164,29 +164,41 @@ class Mechanism:
         """
         self.check_budget()
         self.ledger.record(self.next_event())
-        gradients = {
-            name: torch.empty_like(parameter, memory_format=torch.contiguous_format)
-            for name, parameter in self._parameters.items()
-        }
+        flat, gradients = self._room()
         query = [] if count is None else [torch.empty((), dtype=torch.float64)]
-        self.noise.fill([*gradients.values(), *query], 1.0, self.releases)
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
+        self.noise.fill([*flat, *query], scale, self.releases)
         for name, noise in gradients.items():
-            shape = self.noise_geometry[name]
-            noise.mul_(scale)
-            if not shape.is_identity:
-                noise = shape.colour(noise)
-            if name in sums:
-                noise.add_(sums[name], alpha=1 / self.expected_lot)
-            gradients[name] = noise
+            if not self.noise_geometry[name].is_identity:
+                self.noise_geometry[name].colour_(noise)
+        named = [name for name in gradients if name in sums]
+        torch._foreach_add_(
+            [gradients[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
+        )
         if count is not None and self.clipping.count_noise is not None:
-            self.clipping.adapt(float(count) + self.clipping.count_noise * float(query[0]), self.expected_lot)
+            noise_on_count = self.clipping.count_noise * float(query[0]) / scale
+            self.clipping.adapt(float(count) + noise_on_count, self.expected_lot)
         self.releases += 1
         self._last = gradients if self.guidance.needs_gradients else None
         if self.guidance.needs_gradients:
             self.guidance.observe(self._released())
             self._last = None
         return gradients
+
+    def _room(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return room for every gradient, and the long pieces of memory (one a device and type) it is cut from."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name, parameter in self._parameters.items():
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
+        long: list[Tensor] = []
+        gradients: dict[str, Tensor] = {}
+        for (device, dtype), names in kinds.items():
+            sizes = [self._parameters[name].numel() for name in names]
+            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
+            long.append(flat)
+            for name, part in zip(names, flat.split(sizes), strict=True):
+                gradients[name] = part.view(self._parameters[name].shape)
+        return long, {name: gradients[name] for name in self._parameters}
 
     # -- checkpoint -------------------------------------------------------------------------------------
 

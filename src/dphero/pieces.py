@@ -17,14 +17,15 @@ A Σ f_i A⁻¹ g_i = Σ f_i g_i needs no geometry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from dphero.factors import Factor
 from dphero.geometry import Geometry
 
-__all__ = ["Explicit", "Outer", "Piece", "Rows", "combine"]
+__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "pool", "rounding"]
 
 
 class Piece(ABC):
@@ -32,6 +33,8 @@ class Piece(ABC):
 
     shape: torch.Size
     """Shape of the parameter."""
+    rounding: float = 0.0
+    """How much larger, relatively, the summed gradient may be than the one whose norm was taken."""
 
     @abstractmethod
     def instantiate(self) -> Tensor:
@@ -91,6 +94,10 @@ class Outer(Piece):
         self.right = right if right.dim() == 3 else right.unsqueeze(1)
         self.shape = shape or torch.Size((left.shape[-1], right.shape[-1]))
         self._kept: Tensor | None = None
+        self._left_squares: tuple[Factor | None, Tensor] | None = None
+        self._left_total: tuple[Tensor, Tensor] | None = None
+        self.has_bias = False
+        self.rounding = rounding(left)
 
     def instantiate(self) -> Tensor:
         if self._kept is None:
@@ -103,23 +110,71 @@ class Outer(Piece):
         if geometry.flat is not None:
             return _squares(_whitened(self.instantiate(), geometry))
         if positions == 1:
-            return _factor_squares(geometry.left, self.left[:, 0]) * _factor_squares(geometry.right, self.right[:, 0])
+            return self.left_squares(geometry.left) * _factor_squares(geometry.right, self.right[:, 0])
         if positions * (rows + columns) < rows * columns:
             left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
-            return _gram_product(left, left, right, right)
+            grams = torch.bmm(left, left.transpose(1, 2))
+            self._left_squares = (geometry.left, grams.sum((1, 2)).clamp_(min=0))
+            grams.mul_(torch.bmm(right, right.transpose(1, 2)))
+            return grams.sum((1, 2)).clamp_(min=0)  # rounding may leave a hair below zero
         return _squares(_whitened(self.instantiate(), geometry))
+
+    def left_squares(self, factor: Factor | None) -> Tensor:
+        """Return ‖L⁻¹ Σ_t left_it‖²: what the layer's bias adds, mostly known already."""
+        if self._left_squares is None or self._left_squares[0] is not factor:
+            left = self.left[:, 0] if self.left.shape[1] == 1 else self.left.sum(1)
+            self._left_squares = (factor, _factor_squares(factor, left))
+        return self._left_squares[1]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._kept is not None:
             return Explicit(self._kept).weighted_sum(weights)
-        left = self.left * weights.to(self.left.dtype)[:, None, None]
-        return (left.flatten(0, 1).T @ self.right.flatten(0, 1)).reshape(self.shape)
+        left = (self.left * weights.to(self.left.dtype)[:, None, None]).flatten(0, 1)
+        if self.has_bias:  # while it is at hand
+            self._left_total = (weights, left.sum(0))
+        return (left.T @ self.right.flatten(0, 1)).reshape(self.shape)
+
+    def weighted_left_sum(self, weights: Tensor) -> Tensor:
+        """Return Σ_it weights_i left_it: the sum for the layer's bias."""
+        if self._left_total is None or self._left_total[0] is not weights:
+            left = self.left[:, 0] if self.left.shape[1] == 1 else self.left.sum(1)
+            self._left_total = (weights, weights.to(left.dtype) @ left)
+        return self._left_total[1]
 
     def take(self, keep: Tensor) -> Outer:
         return Outer(self.left[keep], self.right[keep], self.shape)
 
     def folded(self, fold: int) -> Outer:
+        if fold == 1:
+            return self
         return Outer(_join(self.left, fold), _join(self.right, fold), self.shape)
+
+
+class Bias(Piece):
+    """The bias beside an outer piece: g_i = Σ_t left_it."""
+
+    def __init__(self, outer: Outer) -> None:
+        self.outer = outer
+        outer.has_bias = True
+        self.shape = outer.left.shape[-1:]
+
+    def instantiate(self) -> Tensor:
+        left = self.outer.left
+        return left[:, 0] if left.shape[1] == 1 else left.sum(1)
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        if geometry.flat is not None:
+            return _squares(_whitened(self.instantiate(), geometry))
+        return self.outer.left_squares(geometry.left)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.outer.weighted_left_sum(weights)
+
+    def take(self, keep: Tensor) -> Piece:
+        return Explicit(self.instantiate()[keep])
+
+    def folded(self, fold: int) -> Piece:
+        return self if fold == 1 else Bias(self.outer.folded(fold))
 
 
 class Rows(Piece):
@@ -156,6 +211,8 @@ class Rows(Piece):
         return Rows(self.index[keep], self.right[keep], self.rows)
 
     def folded(self, fold: int) -> Rows:
+        if fold == 1:
+            return self
         return Rows(_join(self.index, fold), _join(self.right, fold), self.rows)
 
 
@@ -164,6 +221,7 @@ class _Tied(Piece):
 
     def __init__(self, rows: Rows, outer: Outer) -> None:
         self.parts = (rows, outer)
+        self.rounding = outer.rounding
         self.shape = outer.shape
 
     def instantiate(self) -> Tensor:
@@ -186,6 +244,20 @@ class _Tied(Piece):
 
     def take(self, keep: Tensor) -> _Tied:
         return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
+
+
+def rounding(x: Tensor, *, convolution: bool = False) -> float:
+    """Return a bound on the relative error of products in the precision that torch uses for this tensor.
+
+    Norm and sum are computed by different products. In float32 they agree to the last digits; in the shorter formats of
+    a GPU the clip bound must leave room for the difference.
+    """
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return 2.0**-7
+    if x.device.type == "cuda" and x.dtype == torch.float32:
+        short = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
+        return 2.0**-9 if short else 0.0
+    return 0.0
 
 
 def combine(pieces: Sequence[Piece]) -> Piece:
@@ -218,6 +290,61 @@ def combine(pieces: Sequence[Piece]) -> Piece:
     return Explicit(total)
 
 
+class _Pooled(Piece):
+    """A slice of many small explicit gradients that are handled as one."""
+
+    def __init__(self, pool: _Pool, columns: slice, shape: torch.Size) -> None:
+        self._pool, self._columns, self.shape = pool, columns, shape
+
+    def instantiate(self) -> Tensor:
+        return self._pool.gradients[:, self._columns].reshape(-1, *self.shape)
+
+    def square_norms(self, geometry: Geometry) -> Tensor:
+        return Explicit(self.instantiate()).square_norms(geometry)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self._pool.weighted_sum(weights)[self._columns].reshape(self.shape)
+
+    def take(self, keep: Tensor) -> Piece:
+        return Explicit(self.instantiate()[keep])
+
+
+class _Pool:
+    def __init__(self, gradients: Tensor) -> None:
+        self.gradients = gradients
+        self._sum: tuple[Tensor, Tensor] | None = None
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self._sum is None or self._sum[0] is not weights:
+            self._sum = (weights, weights.to(self.gradients.dtype) @ self.gradients)
+        return self._sum[1]
+
+
+def pool(gradients: Mapping[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
+    """Handle many small per-example gradients together: a few operations instead of a few for each.
+
+    Args:
+        gradients: Name to per-example gradients of shape ``(n, *shape)``.
+
+    Returns:
+        Name to (piece, ‖g_i‖²).
+    """
+    flat = [value.reshape(len(value), -1) for value in gradients.values()]
+    joined = torch.cat(flat, 1)
+    widths = [part.shape[1] for part in flat]
+    owner = torch.repeat_interleave(
+        torch.arange(len(widths), device=joined.device),
+        torch.tensor(widths, device=joined.device),
+        output_size=sum(widths),
+    )
+    squares = joined.new_zeros(len(widths), len(joined)).index_add_(0, owner, joined.square().T)
+    shared, start, found = _Pool(joined), 0, {}
+    for (name, value), width, norms in zip(gradients.items(), widths, squares.unbind(0), strict=True):
+        found[name] = (_Pooled(shared, slice(start, start + width), value.shape[1:]), norms)
+        start += width
+    return found
+
+
 def _join(x: Tensor, fold: int) -> Tensor:
     """Make the positions of ``fold`` consecutive rows positions of one row."""
     return x if fold == 1 else x.unflatten(0, (-1, fold)).flatten(1, 2)
@@ -231,14 +358,9 @@ def _squares(gradients: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1).square()
 
 
-def _apply(factor, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _apply(factor: Factor | None, x: Tensor) -> Tensor:
     return x if factor is None else factor.whiten(x)
 
 
-def _factor_squares(factor, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+def _factor_squares(factor: Factor | None, x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1).square() if factor is None else factor.square_norm(x)
-
-
-def _gram_product(left: Tensor, left2: Tensor, right: Tensor, right2: Tensor) -> Tensor:
-    grams = torch.bmm(left, left2.transpose(1, 2)).mul_(torch.bmm(right, right2.transpose(1, 2)))
-    return grams.sum((1, 2)).clamp_(min=0)  # rounding may leave a hair below zero

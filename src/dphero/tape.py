@@ -12,9 +12,12 @@ from torch import Tensor
 
 from dphero.geometry import Geometry
 from dphero.layout import Layout
-from dphero.pieces import Piece, combine
+from dphero.pieces import Explicit, Piece, combine, pool
 
 __all__ = ["GradientBatch", "PieceMaker", "Tape"]
+
+_SMALL = 4096
+"""Parameters up to this size are pooled: on them, the number of operations costs more than the arithmetic."""
 
 PieceMaker = Callable[..., dict[str, Piece]]
 """``(output_gradient, *saved) -> {parameter name: piece}``, every tensor with the batch axis first."""
@@ -56,6 +59,7 @@ class Tape:
         self._expected: Counter[str] = Counter()
         self._arrived: dict[str, list[Piece]] = defaultdict(list)
         self._ready: dict[str, tuple[Piece, Tensor]] = {}
+        self._small: dict[str, Tensor] = {}
         self._late: list[Callable[[], None]] = []
 
     def expect(self, names: Iterable[str], *, several: bool = False) -> None:
@@ -100,9 +104,16 @@ class Tape:
     def deliver(self, name: str, piece: Piece) -> None:
         """Take one piece of a parameter."""
         if self._expected[name] == 1:
-            self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
+            self._take(name, piece)
         else:
             self._arrived[name].append(piece)
+
+    def _take(self, name: str, piece: Piece) -> None:
+        geometry = self._geometry[name]
+        if isinstance(piece, Explicit) and geometry.is_identity and piece.shape.numel() <= _SMALL:
+            self._small[name] = piece.gradients
+        else:
+            self._ready[name] = (piece, piece.square_norms(geometry))
 
     def defer(self, work: Callable[[], None]) -> None:
         """Do ``work`` when autograd has finished; it may deliver further pieces."""
@@ -113,9 +124,10 @@ class Tape:
             self._late.pop()()
         with torch.no_grad():
             for name, pieces in self._arrived.items():
-                piece = combine(pieces)
-                self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
-        ready, self._ready = self._ready, {}
+                self._take(name, combine(pieces))
+            if self._small:
+                self._ready.update(pool(self._small))
+        ready, self._ready, self._small = self._ready, {}, {}
         self._arrived.clear()
         self.done = True
         batch = GradientBatch(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.geometry import Dense, Diagonal, Geometry, LowRank, Scalar
+from dphero.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry import Geometry
 from dphero.guidance import Block, History, Released
 from dphero.guidance.moments import Average, DenseMoment, DiagonalMoment, LeadingMoment, axis_noise
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.geometry import Dense, Factor, Geometry, LowRank
+from dphero.factors import Dense, Factor, LowRank
+from dphero.geometry import Geometry
 from dphero.guidance import PCA, Block, Released, noise_scales, spectrum
 from dphero.guidance import spectra as solvers
 from dphero.guidance.weights import ALGORITHM_2, INVERSE, THEOREM_2

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.geometry import Diagonal, Geometry, Scalar
+from dphero.factors import Diagonal, Scalar
+from dphero.geometry import Geometry
 from dphero.guidance import spectra
 from dphero.guidance.base import Axis, as_matrix
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dphero.geometry import Dense, Diagonal, Factor, LowRank
+from dphero.factors import Dense, Diagonal, Factor, LowRank
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
 _COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis
@@ -64,7 +64,7 @@ def exact(matrix: Tensor, name: str, wide: bool = False) -> Spectrum:
 
 def of_symmetric(symmetric: Tensor, name: str, rounding: int | None = None) -> Spectrum:
     """Returns the spectrum of a symmetric matrix; what is negative or below rounding error becomes zero."""
-    values, basis = torch.linalg.eigh(symmetric)
+    values, basis = _eigh(symmetric)
     error = torch.finfo(values.dtype).eps * (rounding or len(symmetric))
     values = values.cpu().double()
     values = torch.where(values > error * values[-1], values, 0.0).clamp_min(0.0)
@@ -93,9 +93,9 @@ def subspace(matrix: Tensor, name: str, components: int, start: Tensor | None = 
         basis, sweeps = start.to(matrix), _WARM_SWEEPS
     for _ in range(sweeps):
         # (Q^T M)^T, not M^T Q: on a CPU twice as fast for the row-major weight
-        basis = torch.linalg.qr(matrix @ (basis.mT @ matrix).mT)[0]
+        basis = _orthonormal(matrix @ (basis.mT @ matrix).mT)
     inner = basis.mT @ matrix
-    values, rotation = torch.linalg.eigh(inner @ inner.mT)
+    values, rotation = _eigh(inner @ inner.mT)
     basis = basis @ rotation.flip(1)
     kept = values.cpu().double().flip(0)[:components].clamp_min(0.0)
     left = total - float(kept.sum())
@@ -103,6 +103,29 @@ def subspace(matrix: Tensor, name: str, components: int, start: Tensor | None = 
     left = left if left > torch.finfo(matrix.dtype).eps * max(matrix.shape) * total else 0.0
     rest = left / (size - components)
     return Spectrum(name, kept, basis[:, :components], size, total, rest), basis
+
+
+def _eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose a small matrix on the CPU, where that is fastest even for one that lives on a GPU."""
+    values, basis = torch.linalg.eigh(symmetric.cpu())
+    return values.to(symmetric.device), basis.to(symmetric.device)
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns' span.
+
+    On a GPU, where QR of a thin matrix is slow: twice Y (Y^T Y)^(-1/2), the small matrix in float64.
+    """
+    if columns.device.type == "cpu":
+        basis: Tensor = torch.linalg.qr(columns)[0]
+        return basis
+    for _ in range(2):
+        wide = columns.double()
+        values, rotation = _eigh(wide.mT @ wide)
+        if float(values[0]) <= 1e-12 * float(values[-1]):
+            return torch.linalg.qr(columns)[0]  # nearly dependent columns: the safe way
+        columns = (wide @ (rotation * values.rsqrt())).to(columns.dtype)
+    return columns
 
 
 def width(size: int, components: int) -> int:

@@ -56,7 +56,7 @@ class PCA:
     refresh_every: int = 10
     solver: Literal["auto", "eigh", "subspace"] = "auto"
     components: int = 16
-    exact_up_to: int = 128
+    exact_up_to: int = 64
     _bases: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     needs_gradients: ClassVar[bool] = False

@@ -7,6 +7,7 @@ used again and stays in cache; then the per-example gradient is one batched prod
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -15,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Piece
+from dphero.pieces import Explicit, Piece, rounding
 
 if TYPE_CHECKING:
     from dphero.taps import Call
@@ -26,7 +28,8 @@ __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution", "
 
 _CPU_BUFFER = 1 << 18
 """Elements of the patch buffer on a CPU: about what a core keeps close."""
-_GPU_BUFFER = 1 << 27
+_GPU_BUFFER = 1 << 24
+"""On a GPU: enough to fill it, little beside the activations."""
 
 
 @dataclass(frozen=True)
@@ -95,35 +98,150 @@ def conv_piece(x: Tensor, delta: Tensor, arguments: ConvolutionArguments) -> Pie
     return Convolution(x, delta, arguments)
 
 
+@contextmanager
+def _convolution_precision(x: Tensor) -> Iterator[None]:
+    """Let matrix products round as this device's own convolutions do (TF32 where torch allows it for them)."""
+    if x.device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Convolution(Piece):
-    """The per-example gradients of a convolution's weight."""
+    """The per-example gradients of a convolution's weight.
+
+    They are formed in *slabs*, one for each kernel offset along the first spatial axis: with stride 1 there, the
+    patches of neighbouring offsets overlap in memory, so only the other axes are unfolded.
+    """
 
     def __init__(self, x: Tensor, delta: Tensor, arguments: ConvolutionArguments) -> None:
         self.x, self.delta, self.arguments = x, delta, arguments
         self.shape = arguments.weight_shape
-        self._kept: Tensor | None = None
+        self._slabs: Tensor | None = None
+        self._whitened_by: Factor | None = None
+        self.rounding = rounding(delta, convolution=True)
 
-    def instantiate(self) -> Tensor:
-        if self._kept is None:
-            n, groups = len(self.x), self.arguments.groups
-            rows, columns = self.shape[0] // groups, prod(self.shape[1:])
-            delta = self.delta.reshape(n * groups, rows, -1)
-            out = delta.new_empty(n * groups, rows, columns)
-            for first, last, patches in self._patches():
-                part = slice(first * groups, last * groups)
-                torch.bmm(delta[part], patches.transpose(1, 2), out=out[part])
-            self._kept = out.reshape(n, *self.shape)
-            del self.x, self.delta
-        return self._kept
+    # -- the three questions -------------------------------------------------------------------------------
 
     def square_norms(self, geometry: Geometry) -> Tensor:
-        if self._kept is None and self._gram_is_cheaper() and geometry.flat is None:
-            return self._gram_norms(geometry)
-        return Explicit(self.instantiate()).square_norms(geometry)
+        if geometry.flat is not None or geometry.right is not None or self.arguments.groups > 1:
+            return Explicit(self.instantiate()).square_norms(geometry)
+        with _convolution_precision(self.delta):
+            if self._gram_is_cheaper():
+                return self._gram_norms(geometry.left)
+            # whitening acts on positions or on columns, whichever are fewer
+            early = prod(self.delta.shape[2:]) < prod(self.shape[1:])
+            if early:
+                return self._form(geometry.left, None, keep=self._worth_keeping())
+            return self._form(None, geometry.left, keep=self._worth_keeping())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        if self._kept is not None:
-            return Explicit(self._kept).weighted_sum(weights)
+        if self._slabs is None:
+            return self._native_sum(weights)
+        slabs = self._slabs
+        total = (weights.to(slabs.dtype) @ slabs.flatten(2)).view(len(slabs), -1, slabs.shape[-1])
+        if self._whitened_by is not None:
+            total = self._whitened_by.colour(total, axis=-2)
+        return self._as_weight(total.unsqueeze(1))[0]
+
+    def instantiate(self) -> Tensor:
+        if self._slabs is None:
+            self._form(None, None, keep=True)
+        assert self._slabs is not None and self._whitened_by is None
+        return self._as_weight(self._slabs)
+
+    def take(self, keep: Tensor) -> Piece:
+        if self._slabs is None:
+            return Convolution(self.x[keep], self.delta[keep], self.arguments)
+        part = Convolution(self._slabs, self._slabs, self.arguments)
+        part._slabs, part._whitened_by = self._slabs[:, keep], self._whitened_by
+        part.rounding = 0.0
+        return part
+
+    # -- how -----------------------------------------------------------------------------------------------
+
+    def _form(self, early: Factor | None, late: Factor | None, *, keep: bool) -> Tensor:
+        """Form the gradients some examples at a time and return their square norms.
+
+        Args:
+            early: Whitens the output gradient before the product.
+            late: Whitens the gradient after it.
+            keep: Keep the gradients (whitened early, not late) as slabs (offsets, n, rows, columns) for the sum.
+        """
+        n, groups, offsets = len(self.x), self.arguments.groups, self._offsets
+        rows, columns = self.shape[0] // groups, prod(self.shape[1:]) // offsets
+        delta = self.delta.reshape(n * groups, rows, -1)
+        if early is not None:
+            delta = early.whiten(delta, axis=-2)
+        norms = delta.new_empty(n)
+        kept = delta.new_empty(offsets, n * groups, rows, columns) if keep else None
+        for first, last, patches in self._patches():
+            part = slice(first * groups, last * groups)
+            out = delta.new_empty(offsets, part.stop - part.start, rows, columns) if kept is None else kept[:, part]
+            for offset, columns_of_offset in enumerate(patches):
+                torch.bmm(delta[part], columns_of_offset.transpose(1, 2), out=out[offset])
+            if late is not None:
+                out = late.whiten(out, axis=-2)
+            norms[first:last] = torch.linalg.vector_norm(
+                out.view(offsets, last - first, -1), dim=(0, 2)
+            ).square_()  # while they are in cache
+        if kept is not None:
+            self._slabs, self._whitened_by = kept.view(offsets, n, self.shape[0], columns), early
+            self.rounding = 0.0  # norm and sum see the same numbers
+            del self.x, self.delta
+        return norms
+
+    def _worth_keeping(self) -> bool:
+        """Tell whether to keep the gradients for the sum, or to keep what they are made of and sum natively.
+
+        On a CPU the second product costs more than the memory; on a GPU the smaller of the two is kept.
+        """
+        if self.delta.device.type == "cpu":
+            return True
+        return prod(self.shape) * len(self.x) <= self.x.numel() + self.delta.numel()
+
+    def _as_weight(self, slabs: Tensor) -> Tensor:
+        """Bring slabs (offsets, n, rows, channels · rest of the kernel) in the weight's own order."""
+        channels, kernel = self.shape[1], self.shape[2:]
+        rest = kernel if self._offsets == 1 else kernel[1:]
+        apart = slabs.view(*slabs.shape[:3], channels, *rest)
+        if self._offsets == 1:
+            return apart[0]
+        return apart.movedim(0, 3)
+
+    @property
+    def _offsets(self) -> int:
+        return self.shape[2] if self.arguments.stride[0] == 1 else 1
+
+    def _gram_is_cheaper(self) -> bool:
+        if self._slabs is not None or self.arguments.groups > 1:
+            return False
+        rows, columns, positions = self.shape[0], prod(self.shape[1:]), prod(self.delta.shape[2:])
+        return positions * (rows + columns) < rows * columns
+
+    def _gram_norms(self, factor: Factor | None) -> Tensor:
+        norms = self.delta.new_empty(len(self.x))
+        for first, last, patches in self._patches():
+            left = self.delta[first:last].flatten(2).transpose(1, 2)
+            if factor is not None:
+                left = factor.whiten(left)
+            grams: Tensor | None = None
+            for columns in patches:
+                right = columns.transpose(1, 2)
+                if grams is None:
+                    grams = torch.bmm(right, right.transpose(1, 2))
+                else:
+                    grams.baddbmm_(right, right.transpose(1, 2))
+            assert grams is not None
+            norms[first:last] = grams.mul_(torch.bmm(left, left.transpose(1, 2))).sum((1, 2))
+        return norms.clamp_(min=0)
+
+    def _native_sum(self, weights: Tensor) -> Tensor:
         arguments = self.arguments
         delta = self.delta * weights.to(self.delta.dtype).view(-1, *[1] * (self.delta.dim() - 1))
         _, gradient, _ = torch.ops.aten.convolution_backward(
@@ -141,54 +259,40 @@ class Convolution(Piece):
         )
         return gradient
 
-    def take(self, keep: Tensor) -> Piece:
-        if self._kept is not None:
-            return Explicit(self._kept[keep])
-        return Convolution(self.x[keep], self.delta[keep], self.arguments)
+    def _patches(self) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Yield ``(first, last, patches)``: for some examples, the patches of each offset.
 
-    def _gram_is_cheaper(self) -> bool:
-        if self.arguments.groups > 1:
-            return False
-        rows, columns, positions = self.shape[0], prod(self.shape[1:]), prod(self.delta.shape[2:])
-        return positions * (rows + columns) < rows * columns
-
-    def _gram_norms(self, geometry: Geometry) -> Tensor:
-        norms = self.delta.new_empty(len(self.x))
-        for first, last, patches in self._patches():
-            left = self.delta[first:last].flatten(2).transpose(1, 2)
-            right = patches.transpose(1, 2)
-            if geometry.left is not None:
-                left = geometry.left.whiten(left)
-            if geometry.right is not None:
-                right = geometry.right.whiten(right)
-            grams = torch.bmm(left, left.transpose(1, 2)).mul_(torch.bmm(right, right.transpose(1, 2)))
-            norms[first:last] = grams.sum((1, 2))
-        return norms.clamp_(min=0)
-
-    def _patches(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield ``(first, last, patches)``, patches of shape ``(examples * groups, columns, positions)``."""
+        Patches have shape ``(examples * groups, columns, positions)``, contiguous positions, and lie in one buffer
+        that is used again.
+        """
         arguments = self.arguments
-        x, out = self.x, self.delta.shape[2:]
+        x, out, kernel = self.x, self.delta.shape[2:], self.shape[2:]
         if any(arguments.padding):
             x = F.pad(x, [pad for size in reversed(arguments.padding) for pad in (size, size)])
-        kernel = self.shape[2:]
-        n, channels = x.shape[:2]
+        slabs = self._offsets > 1
+        n, channels, depth = x.shape[:3]
         spatial = x.stride()[2:]
-        view = x.as_strided(
-            (n, channels, *kernel, *out),
-            (
-                *x.stride()[:2],
-                *(step * by for step, by in zip(spatial, arguments.dilation, strict=True)),
-                *(step * by for step, by in zip(spatial, arguments.stride, strict=True)),
-            ),
-        )
-        positions = prod(out)
-        size = channels * prod(kernel) * positions
+        inner = [step * by for step, by in zip(spatial, arguments.dilation, strict=True)]
+        outer = [step * by for step, by in zip(spatial, arguments.stride, strict=True)]
+        if slabs:
+            shape = (n, channels, *kernel[1:], depth, *out[1:])
+            strides = (*x.stride()[:2], *inner[1:], spatial[0], *outer[1:])
+        else:
+            shape = (n, channels, *kernel, *out)
+            strides = (*x.stride()[:2], *inner, *outer)
+        view = x.as_strided(shape, strides)
         limit = _CPU_BUFFER if x.device.type == "cpu" else _GPU_BUFFER
-        chunk = max(1, min(n, limit // max(size, 1)))
-        buffer = x.new_empty((chunk, channels, *kernel, *out))
+        chunk = max(1, min(n, limit // max(prod(shape[1:]), 1)))
+        buffer = x.new_empty((chunk, *shape[1:]))
+        across = prod(out[1:])
         for first in range(0, n, chunk):
             last = min(n, first + chunk)
             part = buffer[: last - first]
             part.copy_(view[first:last])
-            yield first, last, part.view((last - first) * arguments.groups, -1, positions)
+            examples = (last - first) * arguments.groups
+            if not slabs:
+                yield first, last, [part.view(examples, -1, prod(out))]
+                continue
+            flat = part.view(examples, -1, depth * across)
+            starts = [offset * arguments.dilation[0] * across for offset in range(kernel[0])]
+            yield first, last, [flat[:, :, start : start + out[0] * across] for start in starts]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Outer, Piece
+from dphero.pieces import Bias, Outer, Piece
 
 if TYPE_CHECKING:
     from dphero.taps import Call
@@ -28,8 +28,5 @@ def linear(call: Call, x: Tensor) -> Tensor:
 
 def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool) -> dict[str, Piece]:
     """Return the pieces of a linear layer from its output gradient and input, features last."""
-    delta = delta.reshape(len(delta), -1, delta.shape[-1])
-    pieces: dict[str, Piece] = {"weight": Outer(delta, x.reshape(len(x), -1, x.shape[-1]))}
-    if bias:
-        pieces["bias"] = Explicit(delta[:, 0] if delta.shape[1] == 1 else delta.sum(1))
-    return pieces
+    outer = Outer(delta.reshape(len(delta), -1, delta.shape[-1]), x.reshape(len(x), -1, x.shape[-1]))
+    return {"weight": outer, "bias": Bias(outer)} if bias else {"weight": outer}

@@ -1,0 +1,250 @@
+"""Factors: symmetric positive definite operators on one axis of a tensor, from which a geometry is made.
+
+Every constructor refuses a singular operator and keeps an ill-conditioned one in float64, so that `whiten` and
+`colour` cancel to a relative error of about 1e-4 or better.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar"]
+
+_TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
+
+
+class Factor(ABC):
+    """A symmetric positive definite `size x size` operator A on one axis of a tensor.
+
+    It acts on the last axis, or on the rows of a matrix (`axis=-2`) without transposing anything. It computes
+    in its own precision (`dtype`) and answers in the precision it was given. A factor never changes.
+
+    Attributes:
+        size: k, the length of the axis it acts on.
+        smallest: the smallest singular value of A.
+        largest: the largest singular value of A.
+        dtype: the precision it computes in; None where it holds no tensor.
+    """
+
+    size: int
+    smallest: float
+    largest: float
+    dtype: torch.dtype | None = None
+    _arguments: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor: ...
+
+    @abstractmethod
+    def variance(self) -> Tensor:
+        """Returns the diagonal of A A^T: the variance of each coordinate of coloured unit noise."""
+
+    def act(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        """Returns A x, or A^-1 x if `inverse`, along `axis` (-1 or -2)."""
+        return self._apply(self._enter(x, axis), axis, inverse).to(x.dtype)
+
+    def colour(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Returns A x along `axis` (-1 or -2)."""
+        return self.act(x, axis, inverse=False)
+
+    def colour_(self, x: Tensor, axis: int = -1) -> None:
+        """Replaces x by A x, in place."""
+        x.copy_(self.colour(x, axis))
+
+    def whiten(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Returns A^-1 x along `axis` (-1 or -2)."""
+        return self.act(x, axis, inverse=True)
+
+    def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Returns ||A^-1 x||^2 summed over `axis`, at least in float32."""
+        return self._apply(self._enter(x, axis), axis, inverse=True).square().sum(axis)
+
+    def scaled(self, c: float) -> Self:
+        """Returns the factor of c A, for c > 0."""
+        sized = ("scale", "scales", "rest")
+        return type(self)(**{n: v * c if n in sized else v for n, v in self._values().items()})
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Returns the factor on another device or in another precision (float64 where it needs that)."""
+        moved = {n: v.to(device, dtype) if isinstance(v, Tensor) else v for n, v in self._values().items()}
+        return type(self)(**moved)
+
+    def state(self) -> dict[str, Any]:
+        """Returns tensors, numbers and strings from which `from_state` makes the same factor, bit for bit."""
+        return {"kind": type(self).__name__, **self._values()}
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> Factor:
+        """Makes a factor from what `state` returned."""
+        kinds: dict[str, type[Factor]] = {c.__name__: c for c in (Scalar, Diagonal, Dense, LowRank)}
+        if state.get("kind") not in kinds:
+            raise ValueError(f"unknown kind of factor {state.get('kind')!r}: expected one of {', '.join(kinds)}")
+        return kinds[state["kind"]](**{name: value for name, value in state.items() if name != "kind"})
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._arguments}
+
+    def _enter(self, x: Tensor, axis: int) -> Tensor:
+        if axis not in (-1, -2) or x.dim() < -axis or x.shape[axis] != self.size:
+            raise ValueError(f"a factor of size {self.size} cannot act on axis {axis} of shape {tuple(x.shape)}")
+        return x.to(self.dtype or torch.promote_types(x.dtype, torch.float32))
+
+    def _admit(self, scales: Tensor, *more: float) -> None:
+        bounds = [*map(float, torch.aminmax(scales)), *more]  # NaN spreads to both, unlike in Python's min
+        self.smallest, self.largest = min(bounds), max(bounds)
+        if not (all(map(math.isfinite, bounds)) and self.smallest > 0.0):
+            raise ValueError(
+                f"the scales of a {type(self).__name__} factor must be positive and finite; these lie in "
+                f"[{self.smallest}, {self.largest}]. Singular geometry, no privacy: give the spectrum a floor"
+            )
+
+
+class Scalar(Factor):
+    """A = scale I. Holds no tensor, so it suits every device and precision."""
+
+    _arguments = ("size", "scale")
+
+    def __init__(self, size: int, scale: float = 1.0):
+        self.size, self.scale = size, float(scale)
+        self._admit(torch.tensor(self.scale, dtype=torch.float64))
+
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        return x / self.scale if inverse else x * self.scale
+
+    def variance(self) -> Tensor:
+        """Returns scale^2 for each coordinate."""
+        return torch.full((self.size,), self.scale**2, dtype=torch.float64)
+
+
+class Diagonal(Factor):
+    """A = diag(scales)."""
+
+    _arguments = ("scales",)
+
+    def __init__(self, scales: Tensor):
+        self.scales = scales.detach().to(torch.promote_types(scales.dtype, torch.float32))
+        self.size, self.dtype = len(scales), self.scales.dtype
+        self._admit(self.scales)
+
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        scales = self.scales if axis == -1 else self.scales[:, None]
+        return x / scales if inverse else x * scales
+
+    def variance(self) -> Tensor:
+        """Returns scales^2."""
+        return self.scales.square()
+
+
+class Dense(Factor):
+    """A = U diag(v) U^T for a full orthonormal basis U; both k x k matrices, A and A^-1, are formed once."""
+
+    _arguments = ("basis", "scales")
+
+    def __init__(self, basis: Tensor, scales: Tensor):
+        if basis.dim() != 2 or basis.shape[0] != basis.shape[1] or scales.shape != basis.shape[:1]:
+            raise ValueError(f"Dense needs basis k x k and scales k, not {(*basis.shape,)} and {(*scales.shape,)}")
+        self._admit(scales)
+        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
+        self.scales = scales.detach().to(self.basis)
+        self._admit(self.scales)
+        self.size, self.dtype = len(basis), self.basis.dtype
+        self.matrix = (self.basis * self.scales) @ self.basis.mT
+        self.inverse = (self.basis / self.scales) @ self.basis.mT
+
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        matrix = self.inverse if inverse else self.matrix
+        return x @ matrix if axis == -1 else _times(matrix, x)
+
+    def variance(self) -> Tensor:
+        """Returns the diagonal of A A^T."""
+        return self.matrix.square().sum(0)
+
+
+class LowRank(Factor):
+    """A = s (I + U (diag(v / s) - I) U^T): scale v_i along r orthonormal directions, s along all others.
+
+    Costs two thin matrix products (2 k r for a vector) and needs no full eigendecomposition.
+    """
+
+    _arguments = ("basis", "scales", "rest")
+
+    def __init__(self, basis: Tensor, scales: Tensor, rest: float):
+        if basis.dim() != 2 or not 0 < basis.shape[1] < basis.shape[0] or scales.shape != basis.shape[1:]:
+            shapes = f"{(*basis.shape,)} and {(*scales.shape,)}"
+            raise ValueError(f"LowRank needs basis k x r and scales r with 0 < r < k, not {shapes}")
+        self.rest = float(rest)
+        self._admit(scales, self.rest)
+        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
+        self.scales = scales.detach().to(self.basis)
+        self._admit(self.scales, self.rest)
+        self.size, self.dtype = len(basis), self.basis.dtype
+        self._spread = self.basis * (self.scales - self.rest)
+        self._gather = self.basis * (1.0 / self.scales - 1.0 / self.rest)
+        # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
+        self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= _TOLERANCE
+
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        rest, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)
+        if axis == -1:
+            flat = x.reshape(-1, self.size)
+            return torch.addmm(flat, flat @ self.basis, out.mT, beta=rest).reshape(x.shape)
+        return _times(out, _times(self.basis.mT, x), add=x, beta=rest)
+
+    def colour_(self, x: Tensor, axis: int = -1) -> None:
+        """Replaces x by A x with no copy of x: noise is large."""
+        if x.dim() == 2 and axis == -2 and x.dtype == self.dtype:
+            x.addmm_(self._spread, self.basis.mT @ x, beta=self.rest)
+        elif x.dim() == 2 and axis == -1 and x.dtype == self.dtype:
+            x.addmm_(x @ self.basis, self._spread.mT, beta=self.rest)
+        else:
+            super().colour_(x, axis)
+
+    def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
+        """Returns (||x||^2 - ||U^T x||^2) / s^2 + ||diag(1/v) U^T x||^2: no whitened vector is formed."""
+        if not self._short_norm:
+            return super().square_norm(x, axis)
+        x = self._enter(x, axis)
+        inner = (x @ self.basis if axis == -1 else _times(self.basis.mT, x)).square()
+        outside = (x.square().sum(axis) - inner.sum(axis)).clamp_min(0.0)
+        weights = self.scales.square().reciprocal()
+        return outside / self.rest**2 + (inner @ weights if axis == -1 else weights @ inner)
+
+    def variance(self) -> Tensor:
+        """Returns s^2 + sum_i U_i^2 (v_i^2 - s^2)."""
+        return self.rest**2 + self.basis.square() @ (self.scales.square() - self.rest**2)
+
+
+def _times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.0) -> Tensor:
+    """Returns matrix @ x, or beta * add + matrix @ x, for x of shape (..., k, m), without copies."""
+    if x.dim() == 2:
+        return matrix @ x if add is None else torch.addmm(add, matrix, x, beta=beta)
+    flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    spread = matrix.expand(len(flat), -1, -1)
+    if add is None:
+        return torch.bmm(spread, flat).reshape(*x.shape[:-2], len(matrix), x.shape[-1])
+    return torch.baddbmm(add.reshape(len(flat), *add.shape[-2:]), spread, flat, beta=beta).reshape(add.shape)
+
+
+def _orthonormal(basis: Tensor, condition: float) -> Tensor:
+    """Returns the basis, in float64 and orthonormalised anew where A's condition number needs that."""
+    basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+    defect = _defect(basis)
+    if not defect < 1e-2:
+        raise ValueError(f"the basis of a factor must be orthonormal, and U^T U differs from I by {defect:.3g}")
+    if condition * defect > _TOLERANCE:
+        # The signs of the columns may change; U diag(v) U^T does not.
+        basis = torch.linalg.qr(basis.double())[0]
+        if condition * _defect(basis) > _TOLERANCE:
+            raise ValueError(f"condition number {condition:.3g} is singular even in float64: give the spectrum a floor")
+    return basis
+
+
+def _defect(basis: Tensor) -> float:
+    gram = basis.mT @ basis
+    gram.diagonal().sub_(1.0)
+    return max(float(gram.abs().max()), torch.finfo(basis.dtype).eps)
