@@ -44,7 +44,8 @@ def describe(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[
     """Describe each parameter by the modules that own it."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     templates: dict[str, Template] = {}
-    embeddings = {id(owner.weight) for owner in module.modules() if isinstance(owner, nn.Embedding)}
+    tables = [owner for owner in module.modules() if isinstance(owner, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = {id(owner._parameters["weight"]) for owner in tables if "weight" in owner._parameters}
     for path, owner in module.named_modules():
         for local, parameter in owner._parameters.items():
             name = name_of.get(id(parameter))

@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["load", "save"]
+__all__ = ["Checkpoint", "load", "save"]
 
 _VERSION = 1
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def save(
-    path: str | PathLike[str],
-    state: Mapping[str, Any],
-    *,
-    scheduler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a checkpoint beside ``path``, flush it to disk, then put it in its place in one move."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds.
+
+    Attributes:
+        engine: State of the run.
+        scheduler: State of the learning-rate scheduler, or ``None``.
+        extra: The user's own values.
+        random: States of the generators of torch, numpy and Python (dropout, augmentation).
+    """
+
+    engine: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    extra: dict[str, Any]
+    random: dict[str, Any]
+
+    def restore_random(self) -> None:
+        """Put the global generators where they were."""
+        torch.set_rng_state(self.random["cpu"])
+        if self.random["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(self.random["cuda"])
+        kind, words, position, has_gauss, gauss = self.random["numpy"]
+        np.random.set_state((kind, words.numpy(), position, has_gauss, gauss))
+        version, state, following = self.random["python"]
+        random.setstate((version, tuple(state), following))
+
+
+def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, extra: Mapping[str, Any] | None) -> None:
+    """Write a checkpoint beside ``path``, flush it to disk, then put it in its place in one move.
+
+    Only the owner may read the file: it holds the key of the noise.
+
+    Raises:
+        ValueError: If a value could not be loaded again without running code; nothing is written then.
+    """
     path = Path(path)
     contents = {
         "version": _VERSION,
-        "engine": dict(state),
+        "engine": dict(engine),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "extra": dict(extra or {}),
-        "random": {
-            "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        },
+        "random": _random_state(),
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    for part in ("engine", "scheduler", "extra"):
+        _require_plain(contents[part], part)
+    _remove_stale(path)
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
     try:
-        with open(partial, "wb") as file:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             torch.save(contents, file)
             file.flush()
             os.fsync(file.fileno())
@@ -50,14 +84,12 @@ def save(
         os.close(directory)
 
 
-def load(path: str | PathLike[str], *, scheduler: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a checkpoint; restore the scheduler and torch's own generators (dropout).
-
-    Returns:
-        The engine's state, and the extra values that were saved.
+def load(path: str | PathLike[str]) -> Checkpoint:
+    """Read a checkpoint; nothing is restored yet.
 
     Raises:
-        ValueError: If the file is no checkpoint of this kind, or a scheduler is missing.
+        FileNotFoundError: If there is none.
+        ValueError: If the file is no checkpoint of this kind.
     """
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
@@ -65,15 +97,54 @@ def load(path: str | PathLike[str], *, scheduler: Any = None) -> tuple[dict[str,
         raise
     except Exception as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
-    if not isinstance(contents, dict) or contents.get("version") != _VERSION:
-        version = contents.get("version") if isinstance(contents, dict) else None
+    version = contents.get("version") if isinstance(contents, dict) else None
+    if version != _VERSION:
         raise ValueError(f"{path}: checkpoint version {version!r} is not supported (expected {_VERSION})")
-    if (contents["scheduler"] is None) != (scheduler is None):
-        saved = "with" if contents["scheduler"] is not None else "without"
-        raise ValueError(f"{path} was saved {saved} a scheduler; load it the same way")
-    if scheduler is not None:
-        scheduler.load_state_dict(contents["scheduler"])
-    torch.set_rng_state(contents["random"]["cpu"])
-    if contents["random"]["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(contents["random"]["cuda"])
-    return contents["engine"], contents["extra"]
+    return Checkpoint(**{name: contents[name] for name in ("engine", "scheduler", "extra", "random")})
+
+
+def _random_state() -> dict[str, Any]:
+    kind, words, *rest = np.random.get_state(legacy=True)
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (kind, torch.from_numpy(np.array(words)), *rest),
+        "python": random.getstate(),
+    }
+
+
+def _require_plain(value: Any, where: str) -> None:
+    """Raise unless ``torch.load(weights_only=True)`` will take the value."""
+    if isinstance(value, Tensor) or type(value) in _PLAIN:
+        return
+    if type(value) in (dict, OrderedDict, Counter):
+        for name, item in value.items():
+            _require_plain(name, where)
+            _require_plain(item, f"{where}[{name!r}]")
+    elif type(value) in (list, tuple, set):
+        for item in value:
+            _require_plain(item, where)
+    else:
+        raise ValueError(
+            f"{where} holds a {type(value).__name__}, which could not be loaded without running code; save tensors and "
+            "plain values (numbers, strings, lists, dictionaries)"
+        )
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove what a process of this machine left when it was killed while writing the same checkpoint."""
+    prefix = f".{path.name}.{socket.gethostname()}."
+    for left in path.parent.glob(".*.partial"):
+        number = left.name.removeprefix(prefix).removesuffix(".partial")
+        if left.name.startswith(prefix) and number.isdigit() and not _is_running(int(number)):
+            left.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

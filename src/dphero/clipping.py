@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from dphero.validation import one_of, positive
 
 __all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping", "total"]
 
@@ -40,7 +41,7 @@ class Clipping(ABC):
         """Return these examples' share of the count to be released, or ``None`` where none is."""
         return None
 
-    def adapt(self, noisy_count: float, expected_lot: float) -> None:
+    def adapt(self, noisy_count: float, expected_lot: float) -> None:  # noqa: B027 (most rules do not)
         """Move the bound after a release."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,12 +50,11 @@ class Clipping(ABC):
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` unless ``state`` was saved by a rule like this one."""
-        ours = self.state_dict()
-        for name in ours.keys() - {"norm"}:
-            if state[name] != ours[name]:
+        for name, ours in self.state_dict().items():
+            if name != "norm" and state.get(name) != ours:
                 raise ValueError(
-                    f"the checkpoint was made with clipping {name} {state[name]!r}, this engine has {ours[name]!r}; call "
-                    "make_private with the same arguments to resume"
+                    f"the checkpoint was made with clipping {name} {state.get(name)!r}, this engine has {ours!r}; "
+                    "call make_private with the same arguments to resume"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,18 +151,15 @@ def make_clipping(
     kind: str, norm: float, *, expected_lot: float, noise_multiplier: float, layers: Mapping[str, str]
 ) -> Clipping:
     """Make a clip rule by its name."""
-    if isinstance(norm, bool) or not isinstance(norm, Real) or not math.isfinite(norm) or norm <= 0:
-        raise ValueError(f"max_grad_norm must be a positive number, got {norm!r}")
-    norm = float(norm)
-    if kind == "flat":
-        return Flat(norm)
+    norm = positive("max_grad_norm", norm)
+    one_of("clipping", kind, ("flat", "per_layer", "automatic", "adaptive"))
     if kind == "automatic":
         return Automatic(norm)
     if kind == "per_layer":
         return PerLayer(norm, layers)
     if kind == "adaptive":
         return Adaptive(norm, expected_lot, noise_multiplier)
-    raise ValueError(f'clipping must be "flat", "per_layer", "automatic" or "adaptive", got {kind!r}')
+    return Flat(norm)
 
 
 def total(square_norms: Mapping[str, Tensor]) -> Tensor:

@@ -5,12 +5,16 @@ lot ─► taps ─► norms ─► clip ─► sum ─► noise ─► optimize
 
 from __future__ import annotations
 
-import math
+import difflib
+import hashlib
+import inspect
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from os import PathLike
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dphero import checkpoint
 from dphero.accounting import (
+    ACCOUNTANTS,
+    DEFAULT_FILTER_ORDER,
     AdaptiveGaussian,
     Budget,
     Event,
@@ -34,14 +40,26 @@ from dphero.clipping import make_clipping
 from dphero.guidance import Guidance, resolve
 from dphero.lot_sum import Diagnostics
 from dphero.mechanism import Mechanism, Mode
-from dphero.noise import FastNoise, NoiseSource, SecureNoise
-from dphero.run import Run
-from dphero.sampling import Lots, PoissonSampler, PrivateLoader, Sampler, ShuffleSampler, dataset_of, public_rate
-from dphero.validation import require_private_modules
+from dphero.noise import FastNoise, SecureNoise
+from dphero.run import Run, require_free
+from dphero.sampling import (
+    Lots,
+    PoissonSampler,
+    PrivateLoader,
+    Sampler,
+    ShuffleSampler,
+    dataset_of,
+    public_lot,
+    public_rate,
+)
+from dphero.validation import one_of, positive, require_private_modules, trained_parameters, whole
 
 __all__ = ["PrivacyEngine"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
+
+_UNSOUND = "UNSOUND AS PUBLISHED: the noise is far weaker along some directions than the recipe claims."
+_SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 
 
 class PrivacyEngine:
@@ -66,8 +84,12 @@ class PrivacyEngine:
     """
 
     def __init__(self, *, accountant: str = "pld") -> None:
+        one_of("accountant", accountant, tuple(ACCOUNTANTS))
         self.accountant = accountant
         self._run: Run | None = None
+        self._ledger = Ledger()
+        self._seeds: set[int] = set()
+        self._past_notes: dict[str, None] = {}
 
     def make_private(
         self,
@@ -112,7 +134,8 @@ class PrivacyEngine:
             sampling: ``"poisson"``, or ``"shuffle"``: fixed lots of a shuffled epoch, priced without
                 amplification, for neighbours in which a record is blanked out.
             loss_reduction: Whether the loss is a ``"mean"`` or a ``"sum"`` over the examples of a batch.
-            secure: Draw noise and lots from a cryptographic generator; never replayed, not even on resume.
+            secure: Draw the noise from a cryptographic generator and each lot from fresh randomness; nothing is
+                replayed, not even on resume.
             seed: Makes the run repeatable; the guarantee then holds only while the seed is secret.
             unsound: Consent to run ``mechanism="published"``.
 
@@ -124,43 +147,44 @@ class PrivacyEngine:
         """
         if self._run is not None:
             raise RuntimeError(
-                "this engine already trains a model; call detach() first, or use another PrivacyEngine for another model"
+                "this engine already trains a model; call detach() first, or use another PrivacyEngine for another one"
             )
-        _positive("noise_multiplier", noise_multiplier)
-        _one_of("mechanism", mechanism, ("ellipsoid", "ball", "published"))
-        _one_of("sampling", sampling, ("poisson", "shuffle"))
-        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        if mechanism == "published" and not unsound:
-            raise ValueError(
-                'mechanism="published" is the recipe as printed: its noise is weakest along some directions and its true '
-                "ε is far above the claimed one. To study it, pass unsound=True; to train, use the ellipsoid."
-            )
-        if mechanism == "published" and sampling != "poisson":
-            raise ValueError('mechanism="published" is priced for Poisson sampling alone; pass sampling="poisson"')
-        if secure and seed is not None:
-            raise ValueError("secure=True draws from the operating system; it takes no seed")
-        if physical_batch_size is not None and physical_batch_size < 1:
-            raise ValueError(f"physical_batch_size must be at least 1, got {physical_batch_size}")
+        positive("noise_multiplier", noise_multiplier)
+        one_of("mechanism", mechanism, ("ellipsoid", "ball", "published"))
+        one_of("sampling", sampling, ("poisson", "shuffle"))
+        one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        if physical_batch_size is not None:
+            whole("physical_batch_size", physical_batch_size)
+        if mechanism == "published":
+            _require_consent(unsound, sampling)
+        key = self._key(secure, seed)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         require_private_modules(module)
-        parameters = _trained_parameters(module, optimizers)
+        require_free(module)
+        parameters = trained_parameters(module, optimizers)
         _, size = dataset_of(data_loader)
-        rate, lot = public_rate(
-            data_loader,
-            size,
-            sample_rate=sample_rate,
-            expected_batch_size=expected_batch_size,
-            dataset_size=dataset_size,
-        )
-        if sampling == "shuffle" and not float(lot).is_integer():
-            raise ValueError(f"shuffled lots have a fixed whole size, got expected_batch_size={lot}")
-        key = None if secure else secrets.randbits(128) if seed is None else seed
-        noise: NoiseSource = SecureNoise() if secure else FastNoise(seed)
-        templates = describe(module, parameters)
-        sampler: Sampler = (
-            PoissonSampler(size, rate, key) if sampling == "poisson" else ShuffleSampler(size, int(lot), key)
-        )
         lots = Lots()
+        if sampling == "poisson":
+            rate, lot = public_rate(
+                data_loader,
+                size,
+                sample_rate=sample_rate,
+                expected_batch_size=expected_batch_size,
+                dataset_size=dataset_size,
+            )
+            sampler: Sampler = PoissonSampler(size, rate, key)
+            event = _poisson_event(mechanism, rate)
+        else:
+            lot = _fixed_lot(data_loader, sample_rate, expected_batch_size)
+            sampler = ShuffleSampler(size, int(lot), key, first_epoch=_next_epoch(self._ledger))
+            event = _shuffled_event(sampler, lots)
+        relation = event(noise_multiplier).relation
+        if self._ledger.relation not in (None, relation):
+            raise ValueError(
+                f"this engine's ledger is about neighbours under {self._ledger.relation!r}, sampling={sampling!r} is "
+                f"about {relation!r}: their prices do not add up. Use another PrivacyEngine."
+            )
+        templates = describe(module, parameters)
         self._run = Run(
             module=module,
             optimizers=optimizers,
@@ -174,19 +198,21 @@ class PrivacyEngine:
                     clipping,
                     max_grad_norm,
                     expected_lot=lot,
+                    noise_multiplier=float(noise_multiplier),
                     layers={name: template.layer for name, template in templates.items()},
                 ),
-                noise=noise,
+                noise=SecureNoise() if secure else FastNoise(seed),
                 noise_multiplier=float(noise_multiplier),
                 expected_lot=lot,
-                event=_pricing(mechanism, sampling, rate, lots, sampler),
-                ledger=Ledger(),
+                event=event,
+                ledger=self._ledger,
             ),
             lots=lots,
             sampler=sampler,
-            key=key,
-            mean=loss_reduction == "mean",
+            loss_reduction=loss_reduction,
         )
+        if seed is not None:
+            self._seeds.add(seed)
         loader = PrivateLoader(
             data_loader,
             sampler,
@@ -229,26 +255,32 @@ class PrivacyEngine:
             expected_batch_size: B.
             dataset_size: A public number of records.
             sampling: Poisson; a shuffled epoch is not calibrated.
-            options: Further arguments of :meth:`make_private`; unknown ones are an error there.
+            options: Further arguments of :meth:`make_private`; unknown ones are an error.
 
         Returns:
             As :meth:`make_private`. Drawing a lot beyond the budget raises :class:`~dphero.BudgetExhausted`.
         """
+        _require_known(options, self.make_private)
         if (epochs is None) == (steps is None):
             raise ValueError("give either epochs= or steps=")
         if "noise_multiplier" in options:
             raise ValueError("noise_multiplier follows from target_epsilon; use make_private to set it yourself")
         if options.get("mechanism") == "published":
             raise ValueError('mechanism="published" has no noise multiplier that would meet a target; use make_private')
-        _one_of("sampling", sampling, ("poisson",))
+        one_of("sampling", sampling, ("poisson",))
         _, size = dataset_of(data_loader)
         public = {"sample_rate": sample_rate, "expected_batch_size": expected_batch_size, "dataset_size": dataset_size}
         rate, _ = public_rate(data_loader, size, **public)  # type: ignore[arg-type]
         if steps is None:
             assert epochs is not None
-            steps = round(epochs * max(1, round(1 / rate)))
-        if steps < 1:
-            raise ValueError(f"training needs at least one step, got {steps}")
+            positive("epochs", epochs)
+            steps = max(1, round(epochs * PoissonSampler(size, rate, None).lots_per_epoch))
+        whole("steps", steps)
+        if self._ledger.steps:
+            raise RuntimeError(
+                f"this engine has made {self._ledger.steps} releases already, which the target would have to cover "
+                "too. Use make_private with a noise_multiplier and limit(), or another PrivacyEngine for other data."
+            )
         noise_multiplier = calibrate_noise_multiplier(
             target_epsilon, target_delta, rate, steps, accountant=self.accountant
         )
@@ -265,15 +297,21 @@ class PrivacyEngine:
         return attached
 
     def limit(self, epsilon: float, delta: float) -> None:
-        """Refuse, from now on, every lot that would take the run beyond (ε, δ)."""
-        self._attached.mechanism.budget = Budget(epsilon, delta, accountant=self.accountant)
+        """Refuse, from now on, every lot that would take the run beyond (ε, δ).
+
+        For ``mechanism="published"`` this is a Rényi filter, whose size must be fixed before the first release.
+        """
+        run = self._attached
+        if run.mechanism.mode == "published" and run.mechanism.releases:
+            raise RuntimeError('with mechanism="published" a limit must be set before the first step')
+        run.mechanism.budget = Budget(epsilon, delta, accountant=self._accountant)
 
     # -- what it costs ------------------------------------------------------------------------------------
 
     @property
     def ledger(self) -> Ledger:
-        """What was released so far."""
-        return self._attached.mechanism.ledger
+        """What was released so far, by all training with this engine; it stays after :meth:`detach`."""
+        return self._ledger if self._run is None else self._run.mechanism.ledger
 
     @property
     def noise_multiplier(self) -> float:
@@ -293,23 +331,35 @@ class PrivacyEngine:
             accountant: Instead of the engine's own.
             coarse: A quicker, slightly larger, still valid bound, for live displays.
         """
-        return price(self.ledger, delta, accountant or self._default_accountant, coarse=coarse).epsilon
+        order = self._filter.filter_order if self._filter else DEFAULT_FILTER_ORDER
+        return price(self.ledger, delta, accountant or self._accountant, coarse=coarse, filter_order=order).epsilon
 
     def statement(self, delta: float, *, unit: str = "one training example") -> Statement:
         """Return, in plain words, what is protected, at what price, and what is not covered."""
-        run = self._attached
-        notes = []
-        if run.mechanism.mode == "published":
-            notes.append("UNSOUND AS PUBLISHED: the noise is far weaker along some directions than the recipe claims.")
-        if run.mechanism.noise.seeded:
-            notes.append("The random seed was chosen by the user; the guarantee holds only while it stays secret.")
-        return statement(self.ledger, delta, unit=unit, accountant=self._default_accountant, notes=tuple(notes))
+        made = statement(self.ledger, delta, unit=unit, accountant=self._accountant, notes=self._notes)
+        if self._filter and self._filter.delta == delta:
+            made = replace(made, price=self._filter.guarantee(self.ledger))
+        return made
 
     @property
-    def _default_accountant(self) -> str:
-        if self._run is not None and self._run.mechanism.mode == "published":
-            return "filter"
-        return self.accountant
+    def _accountant(self) -> str:
+        published = self._run is not None and self._run.mechanism.mode == "published"
+        return "filter" if published or any(event.adaptive for event in self.ledger.counts) else self.accountant
+
+    @property
+    def _filter(self) -> Budget | None:
+        """The Rényi filter that was set before a run whose noise depends on earlier outputs."""
+        budget = self._run.mechanism.budget if self._run is not None else None
+        return budget if budget is not None and budget.accountant == "filter" else None
+
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        mechanism = self._run.mechanism if self._run is not None else None
+        if mechanism is not None and mechanism.mode == "published":
+            self._past_notes[_UNSOUND] = None
+        if mechanism is not None and mechanism.noise.seeded:
+            self._past_notes[_SEEDED] = None
+        return tuple(self._past_notes)
 
     @property
     def diagnostics(self) -> Diagnostics:
@@ -321,78 +371,112 @@ class PrivacyEngine:
     def save(self, path: str | PathLike[str], *, scheduler: Any = None, extra: Mapping[str, Any] | None = None) -> None:
         """Write model, optimizer, scheduler, noise, sampler, guidance and ledger, atomically.
 
+        The file holds the key of the noise: keep it as secret as the data. To publish the model, save its own
+        ``state_dict``.
+
         Args:
             path: File to write; an older one stays intact until the new one is complete.
             scheduler: Anything with ``state_dict``.
             extra: Whatever else the caller wants back from :meth:`load`: tensors and plain values.
         """
-        checkpoint.save(path, self._attached.state_dict(), scheduler=scheduler, extra=extra)
+        checkpoint.save(path, self._attached.state_dict(), scheduler, extra)
 
     def load(self, path: str | PathLike[str], *, scheduler: Any = None) -> dict[str, Any]:
-        """Continue a saved run; call it after ``make_private`` with the same arguments.
+        """Continue a saved run, exactly as it would have gone on.
+
+        Call it on a fresh engine, after ``make_private`` with the same arguments. With ``secure=True`` the noise is
+        new instead of repeated; releases that were made after the file was written, and seen by anyone, are then not in
+        its ledger.
 
         Returns:
             The ``extra`` that was saved.
+
+        Raises:
+            ValueError: If the file cannot be read, or belongs to another run; nothing is changed then.
         """
-        state, extra = checkpoint.load(path, scheduler=scheduler)
-        self._attached.load_state_dict(state)
-        return extra
+        saved = checkpoint.load(path)
+        if (saved.scheduler is None) != (scheduler is None):
+            how = "without" if saved.scheduler is None else "with"
+            raise ValueError(f"{path} was saved {how} a scheduler; load it the same way")
+        self._attached.load_state_dict(saved.engine)
+        if scheduler is not None:
+            scheduler.load_state_dict(saved.scheduler)
+        saved.restore_random()
+        return saved.extra
 
     def paused(self) -> AbstractContextManager[None]:
-        """Let the model run on other data (public, synthetic) inside a ``with`` block, untapped."""
-        return self._attached.taps.paused()
+        """Let the model run untapped on other data (public, synthetic) inside a ``with`` block.
+
+        Gradients computed inside are ordinary ones, and are gone at its end: they never reach the optimizer.
+        """
+        return self._attached.paused()
 
     def detach(self) -> None:
-        """Leave module and optimizer as they were before; the engine can then be used again."""
+        """Leave module and optimizer as they were before; the engine can then be used again, its ledger goes on."""
+        self._notes  # noqa: B018 (they outlive the run)
+        self._ledger = self._attached.mechanism.ledger
         self._attached.detach()
         self._run = None
 
     @property
     def _attached(self) -> Run:
         if self._run is None:
-            raise RuntimeError("the engine trains no model yet: call make_private first")
+            raise RuntimeError("the engine trains no model: call make_private first")
         return self._run
 
-
-def _trained_parameters(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, nn.Parameter]:
-    """Return the module's parameters that the optimizers train, by name."""
-    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-        raise ValueError("optimizer must be a torch optimizer, or a list of them")
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    trained: dict[str, nn.Parameter] = {}
-    for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in names:
-                raise ValueError(
-                    "the optimizer holds a parameter that is not the module's: it would be trained without privacy. Build "
-                    "the optimizer from module.parameters(), after moving the module to its device."
-                )
-            if names[id(parameter)] in trained:
-                raise ValueError(
-                    f"two optimizers hold parameter {names[id(parameter)]!r}; one release can step it once"
-                )
-            if parameter.requires_grad:
-                trained[names[id(parameter)]] = cast(nn.Parameter, parameter)
-    if not trained:
-        raise ValueError("the optimizer holds no parameter that requires a gradient: nothing would be trained")
-    order = [name for name, _ in module.named_parameters() if name in trained]
-    return {name: trained[name] for name in order}
+    def _key(self, secure: bool, seed: int | None) -> int | None:
+        """Return the key of the lots: secret, and another one than that of the noise."""
+        if secure and seed is not None:
+            raise ValueError("secure=True draws from the operating system; it takes no seed")
+        if secure:
+            return None
+        if seed is None:
+            return secrets.randbits(128)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed must be a whole number, got {seed!r}")
+        if seed in self._seeds:
+            raise ValueError(f"this engine has used seed {seed} already: the same noise would be added a second time")
+        return int.from_bytes(hashlib.blake2b(f"lots {seed}".encode(), digest_size=16).digest())
 
 
-def _pricing(mode: str, sampling: str, rate: float, lots: Lots, sampler: Sampler) -> Callable[[float], Event]:
-    """Return what one release costs, given its effective noise multiplier."""
-    if mode == "published":
-        return lambda multiplier: AdaptiveGaussian(rate, multiplier)
-    if sampling == "shuffle":
-        return lambda multiplier: ShuffledGaussian(multiplier, lots.index // sampler.lots_per_epoch)
-    return lambda multiplier: PoissonGaussian(rate, multiplier)
+def _require_consent(unsound: bool, sampling: str) -> None:
+    if not unsound:
+        raise ValueError(
+            'mechanism="published" is the recipe as printed: its noise is weakest along some directions and its true '
+            "ε is far above the claimed one. To study it, pass unsound=True; to train, use the ellipsoid."
+        )
+    if sampling != "poisson":
+        raise ValueError('mechanism="published" is priced for Poisson sampling alone; pass sampling="poisson"')
 
 
-def _positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+def _fixed_lot(source: DataLoader[Any] | Dataset[Any], sample_rate: float | None, expected: float | None) -> float:
+    """Return the size of shuffled lots."""
+    if sample_rate is not None:
+        raise ValueError('sampling="shuffle" has no sample_rate: every example takes part once in an epoch')
+    lot = public_lot(source, expected)
+    if lot is None or not float(lot).is_integer():
+        raise ValueError(f"shuffled lots have a fixed whole size: give it as expected_batch_size=, got {lot}")
+    return float(lot)
 
 
-def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+def _poisson_event(mechanism: Mode, rate: float) -> Callable[[float], Event]:
+    """Return what a release of a Poisson lot costs, given its effective noise multiplier."""
+    return partial(AdaptiveGaussian if mechanism == "published" else PoissonGaussian, rate)
+
+
+def _shuffled_event(sampler: ShuffleSampler, lots: Lots) -> Callable[[float], Event]:
+    """Return what the release of the next shuffled lot costs, given its effective noise multiplier."""
+    return lambda multiplier: ShuffledGaussian(multiplier, sampler.epoch(lots.next))
+
+
+def _next_epoch(ledger: Ledger) -> int:
+    """Return a number that no shuffled epoch has had: a second permutation under an old one would ride for free."""
+    return 1 + max((event.epoch for event in ledger.counts if isinstance(event, ShuffledGaussian)), default=-1)
+
+
+def _require_known(options: Mapping[str, Any], method: Callable[..., Any]) -> None:
+    known = inspect.signature(method).parameters
+    for name in options.keys() - known.keys():
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"the arguments are {', '.join(known)}"
+        raise TypeError(f"make_private_with_epsilon got an unexpected argument {name!r}; {hint}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "compare_shapes"]
+__all__ = ["Layout", "arrange", "compare_shapes"]
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,34 @@ class Layout:
         assert self.axis is not None
         return tensor.movedim(self.axis, 0) if self.axis else tensor
 
+    def split(self, tensor: Tensor, examples: int) -> Tensor:
+        """Return ``(n, ...)``: for each example, the tensor that a batch of this example alone would have."""
+        if self.axis is None:
+            return tensor.expand(examples, *tensor.shape)
+        return tensor.unflatten(self.axis, (examples, self.fold)).movedim(self.axis, 0)
+
+    @staticmethod
+    def fit(axis: int | None, shape: torch.Size, examples: int) -> Layout | None:
+        """Return the layout of a tensor of this shape, its axis being known; ``None`` where it cannot be."""
+        if axis is None:
+            return _SHARED
+        return _fit(axis, shape[axis], examples) if axis < len(shape) else None
+
+
+_SHARED = Layout(None)
+
+
+@lru_cache(maxsize=4096)
+def _fit(axis: int, size: int, examples: int) -> Layout | None:
+    fold, rest = divmod(size, examples) if examples else (0, 0)
+    return Layout(axis, fold) if fold and not rest else None
+
 
 def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second: int) -> Layout | None:
     """Read a layout off the shapes that one tensor had with two batch sizes.
 
     Returns:
-        The layout, or ``None`` where the two shapes fit no layout.
+        The layout at the first size, or ``None`` where the two shapes fit no layout.
     """
     if first == second:
         return Layout(None)
@@ -48,8 +73,26 @@ def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second
     differing = [axis for axis, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]]
     if len(differing) != 1:
         return None
-    axis = differing[0]
-    fold, rest = divmod(first[axis], n_first)
-    if rest or fold * n_second != second[axis] or (fold > 1 and axis > 0):
-        return None
-    return Layout(axis, fold)
+    layout, other = Layout.fit(differing[0], first, n_first), Layout.fit(differing[0], second, n_second)
+    return layout if layout == other else None
+
+
+def arrange(values: Sequence[Any], layouts: Sequence[Layout], examples: int | None = None) -> list[Any]:
+    """Bring tensors into the form from which pieces are made, in single precision at least.
+
+    (Norms and sums are computed by different operations, and must agree also where the model runs in a shorter format.)
+
+    Args:
+        values: Tensors, and other things that stay as they are.
+        layouts: Those of the tensors.
+        examples: If given, split the tensors by examples; else bring their rows to the front.
+    """
+    ways = iter(layouts)
+    arranged = []
+    for value in values:
+        if isinstance(value, Tensor):
+            way = next(ways)
+            value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+            value = way.rows(value) if examples is None else way.split(value, examples)
+        arranged.append(value)
+    return arranged

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dphero.clipping import Clipping, total
+from dphero.clipping import Clipping
 from dphero.tape import GradientBatch
 
 __all__ = ["Diagnostics", "LotSum"]
@@ -73,30 +73,47 @@ class LotSum:
                 )
         if real == 0 or not batch.pieces:
             return
-        squares = {name: norms[:real] * scale**2 for name, norms in batch.square_norms.items()}
-        weights, pieces = self._clipping.weights(squares), batch.pieces
-        overall = total(squares)
-        finite = overall.isfinite()
-        bad = self._note(overall, finite, weights.values(), real)
-        if bad or real < batch.rows:
+        slack = 1 + max(piece.rounding for piece in batch.pieces.values())
+        stacked = torch.stack(list(batch.square_norms.values()))[:, :real] * (scale * slack) ** 2
+        stacked.clamp_(min=0)  # a square below zero by rounding would make a weight of NaN
+        finite = stacked.sum(0).isfinite()
+        keep = None
+        if real < batch.rows:
+            keep = torch.arange(batch.rows, device=finite.device) < real
+        # The sums are formed as if all were finite. Whether they are is asked last: on a GPU the answer waits for all
+        # that was asked before.
+        clipped = self._clip(batch, stacked, keep, scale)
+        bad = self._note(stacked, finite, clipped[0], real)
+        if bad == real:
+            return
+        if bad:
             keep = torch.zeros(batch.rows, dtype=torch.bool, device=finite.device)
             keep[:real] = finite
-            squares = {name: norms[finite] for name, norms in squares.items()}
-            weights = {name: values[finite] for name, values in weights.items()}
-            pieces = {name: piece.take(keep) for name, piece in pieces.items()}
-        for name, piece in pieces.items():
-            part = piece.weighted_sum(weights[name] * scale)
+            clipped = self._clip(batch, stacked[:, finite], keep, scale)
+        _, sums, count = clipped
+        for name, part in sums.items():
             self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
-        count = self._clipping.observe(squares)
         if count is not None:
             assert self.count is not None
             self.count = self.count.to(count.device) + count
 
-    def _note(self, squares: Tensor, finite: Tensor, weights: Iterable[Tensor], real: int) -> int:
+    def _clip(
+        self, batch: GradientBatch, stacked: Tensor, keep: Tensor | None, scale: float
+    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor], Tensor | None]:
+        """Return the weights, the clipped sums and the count of the examples in ``keep`` (``None``: of all)."""
+        squares = dict(zip(batch.square_norms, stacked.unbind(0), strict=True))
+        weights = self._clipping.weights(squares)
+        scaled = _map(weights, lambda values: values * scale)
+        sums = {
+            name: (piece if keep is None else piece.take(keep)).weighted_sum(scaled[name])
+            for name, piece in batch.pieces.items()
+        }
+        return weights, sums, self._clipping.observe(squares)
+
+    def _note(self, stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor], real: int) -> int:
         """Bring the diagnostics up to date; return how many gradients are not finite. One wait for the device."""
-        distinct = list({id(values): values for values in weights}.values())
-        shrunk = torch.stack(distinct).amin(0) < 1
-        norms = torch.where(finite, squares, 0).sqrt()
+        shrunk = torch.stack(list({id(values): values for values in weights.values()}.values())).amin(0) < 1
+        norms = torch.where(finite, stacked.sum(0), 0).sqrt()
         numbers = torch.stack([finite.sum(), (shrunk & finite).sum(), norms.sum()]).to(torch.float64)
         good, clipped, norm = numbers.tolist()
         self._finite, self._norms = self._finite + good, self._norms + norm
@@ -108,3 +125,9 @@ class LotSum:
             mean_norm=self._norms / max(self._finite, 1.0),
         )
         return real - int(good)
+
+
+def _map(weights: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Apply a function to each distinct tensor; parameters that shared one still do (pieces rely on it for speed)."""
+    done = {id(values): function(values) for values in {id(values): values for values in weights.values()}.values()}
+    return {name: done[id(values)] for name, values in weights.items()}

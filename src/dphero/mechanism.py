@@ -172,17 +172,18 @@ class Mechanism:
             if not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
         named = [name for name in gradients if name in sums]
-        torch._foreach_add_(
-            [gradients[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
-        )
-        if count is not None and self.clipping.count_noise is not None:
-            noise_on_count = self.clipping.count_noise * float(query[0]) / scale
-            self.clipping.adapt(float(count) + noise_on_count, self.expected_lot)
+        if named:
+            torch._foreach_add_(
+                [gradients[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
+            )
         self.releases += 1
-        self._last = gradients if self.guidance.needs_gradients else None
         if self.guidance.needs_gradients:
+            self._last = gradients
             self.guidance.observe(self._released())
             self._last = None
+        if count is not None and self.clipping.count_noise is not None:  # last: the bound above was this release's
+            noise_on_count = self.clipping.count_noise * float(query[0]) / scale
+            self.clipping.adapt(float(count) + noise_on_count, self.expected_lot)
         return gradients
 
     def _room(self) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -16,8 +16,11 @@ A Σ f_i A⁻¹ g_i = Σ f_i g_i needs no geometry.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from torch import Tensor
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 
-__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "pool", "rounding"]
+__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "gram_rounding", "pool", "products_in", "rounding"]
 
 
 class Piece(ABC):
@@ -73,7 +76,7 @@ class Explicit(Piece):
         return _squares(_whitened(self.gradients, geometry))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        flat = self.gradients.reshape(len(weights), -1)
+        flat = _flat(self.gradients)
         return (weights.to(flat.dtype) @ flat).reshape(self.shape)
 
     def take(self, keep: Tensor) -> Explicit:
@@ -101,7 +104,7 @@ class Outer(Piece):
 
     def instantiate(self) -> Tensor:
         if self._kept is None:
-            self._kept = torch.bmm(self.left.transpose(1, 2), self.right).reshape(-1, *self.shape)
+            self._kept = torch.bmm(self.left.transpose(1, 2), self.right).reshape(len(self.left), *self.shape)
         return self._kept
 
     def square_norms(self, geometry: Geometry) -> Tensor:
@@ -112,12 +115,22 @@ class Outer(Piece):
         if positions == 1:
             return self.left_squares(geometry.left) * _factor_squares(geometry.right, self.right[:, 0])
         if positions * (rows + columns) < rows * columns:
-            left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
-            grams = torch.bmm(left, left.transpose(1, 2))
-            self._left_squares = (geometry.left, grams.sum((1, 2)).clamp_(min=0))
-            grams.mul_(torch.bmm(right, right.transpose(1, 2)))
-            return grams.sum((1, 2)).clamp_(min=0)  # rounding may leave a hair below zero
+            squares, room = self.gram_squares(geometry)
+            return squares.clamp_(min=0).add_(room)
         return _squares(_whitened(self.instantiate(), geometry))
+
+    def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Return Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
+        left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
+        with products_in(left, short=False):
+            lefts, rights = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
+        left_trace, right_trace = _trace(lefts), _trace(rights)
+        terms, positions = self.left.shape[-1] + self.right.shape[-1], self.left.shape[1]
+        if self.has_bias:
+            room = left_trace * (positions * gram_rounding(left, positions + self.left.shape[-1]))
+            self._left_squares = (geometry.left, lefts.sum((1, 2)).clamp_(min=0).add_(room))
+        room = left_trace * right_trace * gram_rounding(left, positions + terms)
+        return lefts.mul_(rights).sum((1, 2)), room
 
     def left_squares(self, factor: Factor | None) -> Tensor:
         """Return ‖L⁻¹ Σ_t left_it‖²: what the layer's bias adds, mostly known already."""
@@ -198,9 +211,17 @@ class Rows(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None or geometry.left is not None:
             return _squares(_whitened(self.instantiate(), geometry))
+        squares, room = self.gram_squares(geometry)
+        return squares.clamp_(min=0).add_(room)
+
+    def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Return Σ_{t,s} [index_t = index_s]⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
         right = _apply(geometry.right, self.right)
-        same = (self.index.unsqueeze(2) == self.index.unsqueeze(1)).to(right.dtype)
-        return (same * torch.bmm(right, right.transpose(1, 2))).sum((1, 2))
+        with products_in(right, short=False):
+            grams, positions = torch.bmm(right, right.transpose(1, 2)), right.shape[1]
+        room = _trace(grams) * (positions * gram_rounding(right, positions + right.shape[-1]))
+        same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
+        return grams.mul_(same).sum((1, 2)), room
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         right = self.right * weights.to(self.right.dtype)[:, None, None]
@@ -237,13 +258,39 @@ class _Tied(Piece):
         picked = outer.left.gather(2, rows.index.unsqueeze(1).expand(-1, positions, -1))
         right = _apply(geometry.right, outer.right)
         cross = (picked * torch.bmm(right, _apply(geometry.right, rows.right).transpose(1, 2))).sum((1, 2))
-        return rows.square_norms(geometry) + outer.square_norms(geometry) + 2 * cross
+        (rows_squares, rows_room), (outer_squares, outer_room) = (p.gram_squares(geometry) for p in (rows, outer))
+        # |cross| is at most half the sum of what the two parts could be without cancellation
+        squares = rows_squares + outer_squares + 2 * cross
+        return squares.clamp_(min=0).add_(rows_room + outer_room, alpha=2)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.parts[0].weighted_sum(weights) + self.parts[1].weighted_sum(weights)
 
     def take(self, keep: Tensor) -> _Tied:
         return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
+
+
+def gram_rounding(x: Tensor, terms: int) -> float:
+    """Return the relative rounding error to allow for in a Gram norm over this many terms.
+
+    Positions that nearly cancel leave a norm far below its terms, which rounding can hide; a norm that is too small
+    would let an example through unclipped. Four times √terms units of the last place is more than blocked summation loses.
+    """
+    return 4 * torch.finfo(x.dtype).eps * math.sqrt(terms)
+
+
+@contextmanager
+def products_in(x: Tensor, *, short: bool) -> Iterator[None]:
+    """Let a GPU round the factors of matrix products to TF32 or not, whatever its user set for his own."""
+    if x.device.type != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = short
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def rounding(x: Tensor, *, convolution: bool = False) -> float:
@@ -284,7 +331,7 @@ def combine(pieces: Sequence[Piece]) -> Piece:
         if outer and table:
             return _Tied(table, outer)
         return outer or table  # type: ignore[return-value]
-    total = pieces[0].instantiate().reshape(-1, *pieces[0].shape).clone()
+    total = pieces[0].instantiate().clone()
     for piece in pieces[1:]:
         total += piece.instantiate().reshape(total.shape)
     return Explicit(total)
@@ -297,7 +344,7 @@ class _Pooled(Piece):
         self._pool, self._columns, self.shape = pool, columns, shape
 
     def instantiate(self) -> Tensor:
-        return self._pool.gradients[:, self._columns].reshape(-1, *self.shape)
+        return self._pool.gradients[:, self._columns].reshape(len(self._pool.gradients), *self.shape)
 
     def square_norms(self, geometry: Geometry) -> Tensor:
         return Explicit(self.instantiate()).square_norms(geometry)
@@ -329,20 +376,23 @@ def pool(gradients: Mapping[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
     Returns:
         Name to (piece, ‖g_i‖²).
     """
-    flat = [value.reshape(len(value), -1) for value in gradients.values()]
+    flat = [_flat(value) for value in gradients.values()]
     joined = torch.cat(flat, 1)
     widths = [part.shape[1] for part in flat]
-    owner = torch.repeat_interleave(
-        torch.arange(len(widths), device=joined.device),
-        torch.tensor(widths, device=joined.device),
-        output_size=sum(widths),
-    )
-    squares = joined.new_zeros(len(widths), len(joined)).index_add_(0, owner, joined.square().T)
-    shared, start, found = _Pool(joined), 0, {}
+    squares = joined.new_zeros(len(widths), len(joined))
+    squares.index_add_(0, _owners(tuple(widths), joined.device), joined.square().T)
+    shared, start = _Pool(joined), 0
+    found: dict[str, tuple[Piece, Tensor]] = {}
     for (name, value), width, norms in zip(gradients.items(), widths, squares.unbind(0), strict=True):
         found[name] = (_Pooled(shared, slice(start, start + width), value.shape[1:]), norms)
         start += width
     return found
+
+
+@cache
+def _owners(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return which of several parts, side by side, each column belongs to."""
+    return torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
 
 
 def _join(x: Tensor, fold: int) -> Tensor:
@@ -350,12 +400,21 @@ def _join(x: Tensor, fold: int) -> Tensor:
     return x if fold == 1 else x.unflatten(0, (-1, fold)).flatten(1, 2)
 
 
+def _trace(grams: Tensor) -> Tensor:
+    return grams.diagonal(dim1=1, dim2=2).sum(1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return one row per example, also where there is none."""
+    return x.reshape(len(x), x.shape[1:].numel())
+
+
 def _whitened(gradients: Tensor, geometry: Geometry) -> Tensor:
     return gradients if geometry.is_identity else geometry.whiten(gradients)
 
 
 def _squares(gradients: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradients.reshape(len(gradients), -1), dim=1).square()
+    return torch.linalg.vector_norm(_flat(gradients), dim=1).square()
 
 
 def _apply(factor: Factor | None, x: Tensor) -> Tensor:

@@ -1,78 +1,65 @@
 """Examine a model once, on a few rows of its first batch, before anything is trusted.
 
-Three questions are settled by running the model at two batch sizes on the same rows:
+The model is run at two batch sizes and in different company, to settle these questions:
 
-* Where does each tapped tensor carry the examples? (:class:`~dphero.layout.Layout`: read off the shapes,
+* Where does each tapped tensor carry the examples? (:class:`~dphero.layout.Layout`: read off the shapes at both sizes,
   so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
 * Does each row depend on its own example alone? A model that mixes examples (batch statistics in any
   disguise) cannot be made private.
-* Does training write data into buffers? They would be published with the ``state_dict``.
+* Does training write data into buffers or parameters? They would be published with the ``state_dict``.
+* Do the taps find the gradients that autograd finds? (:mod:`dphero.rehearsal`)
 
-Nothing is learned from the data's values, and nothing of them is kept.
+Nothing is learned from the data's values, nothing of them is kept, and the model is left as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
+from dphero.arguments import Arguments
 from dphero.layers.generic import vmapped
-from dphero.layout import Layout, compare_shapes
-from dphero.shared import NoSharedRule
+from dphero.layout import compare_shapes
+from dphero.plan import Axes, Call, Plan, Recording
+from dphero.rehearsal import rehearse
+from dphero.shared import NoSharedRule, plain
+from dphero.untouched import Untouched, same
 
 if TYPE_CHECKING:
-    from dphero.taps import Site, Taps
+    from dphero.taps import Taps
 
-__all__ = ["MixedExamplesError", "Plan", "probe"]
+__all__ = ["MixedExamplesError", "probe"]
 
-_SIZES = ((3, 4), (5, 7), (11, 13), (17, 19))
-_TOLERANCE = 1e-3
-
-Key = tuple[str, int]
+_SIZES = (5, 7)
+_ROUNDS = 64
+_WAYS = 8
+_SLACK = 1e-5
+"""Relative difference that rounding may make between runs of the same shape, and"""
+_SLACK_BETWEEN_SIZES = 1e-3
+"""between runs of different shapes."""
 
 
 class MixedExamplesError(ValueError):
     """A model in which one example's output depends on another example."""
 
 
-class Plan:
-    """Where the output of each call carries the examples.
+@dataclass
+class _Run:
+    """A recorded forward pass: what it noted, what it wrote into parameters and buffers, whether it was random."""
 
-    Attributes:
-        layouts: By call; ``None`` for calls on shared values that return no tensor.
-        dimensions: Number of axes of each call's output.
-        examples_independent: Whether the rows could be compared (a first batch of one row says nothing).
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.recording = True
-        self.layouts: dict[Key, Layout | None] = {}
-        self.dimensions: dict[Key, int] = {}
-        self.examples_independent = False
-        self.outputs: dict[Key, tuple[Tensor | None, Site]] = {}
-
-    def record(self, key: Key, out: Any, site: Site) -> None:
-        """Note the output of one call."""
-        self.outputs[key] = (out.detach() if isinstance(out, Tensor) else None, site)
-
-    def guess(self, out: Tensor) -> Layout:
-        """Guess a layout from one shape; the comparison of two runs confirms it."""
-        for axis, size in enumerate(out.shape):
-            if size == self.rows:
-                return Layout(axis)
-        if out.dim() and out.shape[0] and out.shape[0] % self.rows == 0:
-            return Layout(0, out.shape[0] // self.rows)
-        return Layout(None)
+    recording: Recording
+    written: dict[str, Tensor]
+    random: bool
 
 
 def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Plan:
-    """Run the model at two batch sizes and compare.
+    """Examine a model on its first batch.
 
     Args:
         taps: The taps of the model.
@@ -84,171 +71,202 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
         MixedExamplesError: If an example's row depends on other examples.
         ValueError: If the batch cannot be found in the arguments, or buffers are written from data.
     """
-    _require_batch(args, kwargs, rows)
-    before = taps.plan
-    try:
-        with _unchanged(taps.module), torch.no_grad():
-            while True:
-                unfollowed: NoSharedRule | None = None
-                for sizes in _SIZES:
-                    try:
-                        plan = _examine(taps, args, kwargs, rows, sizes)
-                    except NoSharedRule as error:  # perhaps by chance, at this size
-                        unfollowed = error
-                        continue
-                    if plan is not None:
-                        return plan
-                if unfollowed is None:
-                    break
-                unfollowed.site.rule = vmapped
-    finally:
-        taps.plan = before
-    raise ValueError(
-        "the shapes inside the model do not grow with the batch in any way that could be understood; each "
-        "tapped output must carry the examples in one axis"
-    )
-
-
-def _examine(
-    taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, sizes: tuple[int, int]
-) -> Plan | None:
-    """Return the plan, or ``None`` where the two runs disagree (a size met another size by chance)."""
-    small, large, small_out, large_out = _two_runs(taps, args, kwargs, rows, sizes)
-    if small.outputs.keys() != large.outputs.keys():
-        return None
-    plan = Plan(rows)
-    plan.recording = False
-    for key, (first, site) in small.outputs.items():
-        second = large.outputs[key][0]
-        if first is None or second is None:
-            plan.layouts[key] = None
-            continue
-        layout = compare_shapes(first.shape, second.shape, *sizes)
-        guessed = key[0].endswith(" shared")
-        if layout is None or (guessed and layout != small.guess(first)):
-            if sizes == _SIZES[-1]:
-                raise ValueError(
-                    f"{site.label}: output shapes {tuple(first.shape)} and {tuple(second.shape)} at batch sizes "
-                    f"{sizes[0]} and {sizes[1]} do not carry the examples in one axis"
-                )
-            return None
-        plan.layouts[key], plan.dimensions[key] = layout, first.dim()
-    if rows > 1:
-        _compare_rows(taps, plan, small, large, (small_out, large_out), (args, kwargs), sizes)
-        plan.examples_independent = True
-    return plan
-
-
-def _two_runs(
-    taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, sizes: tuple[int, int]
-) -> tuple[Plan, Plan, Any, Any]:
-    runs = []
-    buffers = []
-    start = {name: buffer.clone() for name, buffer in taps.module.named_buffers()}
-    for size in sizes:
-        _restore(taps.module, start)
-        runs.append(_run(taps, args, kwargs, rows, size))
-        buffers.append({name: buffer.clone() for name, buffer in taps.module.named_buffers()})
-    for name, buffer in buffers[0].items():
-        if rows > 1 and not torch.equal(buffer, buffers[1][name]):
-            raise ValueError(
-                f"buffer {name!r} is written from the data during training and would be published with the "
-                "model. Replace that layer (dphero.fix replaces batch and instance norms) or switch its "
-                "statistics off."
-            )
-    return runs[0][0], runs[1][0], runs[0][1], runs[1][1]
-
-
-def _run(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, size: int) -> tuple[Plan, Any]:
-    pick = [row % min(rows, 3) for row in range(size)]
-
-    def resize(value: Any) -> Any:
-        axis = _batch_axis(value, rows)
-        return value if axis is None else value.index_select(axis, torch.tensor(pick, device=value.device))
-
-    taps.plan = Plan(size)
-    out = taps.run_inside(taps.root_forward, *tree_map(resize, args), **tree_map(resize, kwargs))
-    return taps.plan, out
-
-
-def _compare_rows(
-    taps: Taps,
-    plan: Plan,
-    small: Plan,
-    large: Plan,
-    outputs: tuple[Any, Any],
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-    sizes: tuple[int, int],
-) -> None:
-    """Check that the rows of both runs agree: the same examples, in other company."""
-    again, _ = _run(taps, *call, plan.rows, sizes[0])
-    repeatable = all(
-        first is None or torch.equal(torch.nan_to_num(first), torch.nan_to_num(again.outputs[key][0]))  # type: ignore[arg-type]
-        for key, (first, _) in small.outputs.items()
-    )
-    if not repeatable:  # dropout: compare in evaluation mode
-        modes = {module: module.training for module in taps.module.modules()}
-        taps.module.eval()
-        try:
-            (small, first_out), (large, second_out) = (_run(taps, *call, plan.rows, size) for size in sizes)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        outputs = (first_out, second_out)
-    pairs: list[tuple[str, Any, Any]] = [
-        (site.label, first, large.outputs[key][0])
-        for key, (first, site) in small.outputs.items()
-        if key in large.outputs
-    ]
-    pairs += [("the model's output", *pair) for pair in zip(*(tree_flatten(out)[0] for out in outputs), strict=True)]
-    for label, first, second in pairs:
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or not first.is_floating_point():
-            continue
-        layout = compare_shapes(first.shape, second.shape, *sizes)
-        if layout is None or layout.shared:
-            continue
-        left, right = layout.rows(first), layout.rows(second)[: sizes[0] * layout.fold]
-        scale = left[left.isfinite()].abs().max().item() if left.isfinite().any() else 0.0
-        gap = torch.nan_to_num(left - right, nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
-        if gap > _TOLERANCE * scale:
-            raise MixedExamplesError(
-                f"{label}: an example's output depends on the other examples of the batch (or rows were "
-                f"reordered on the way), relative difference {gap / scale:.2g}. Such a model cannot be made "
-                "private: use per-example statistics (GroupNorm, LayerNorm) and keep the batch axis first."
-            )
-
-
-def _batch_axis(value: Any, rows: int) -> int | None:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return None
-    if value.shape[0] == rows:
-        return 0
-    return 1 if value.dim() > 1 and value.shape[1] == rows else None
-
-
-def _require_batch(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-    leaves = tree_flatten((args, kwargs))[0]
-    if all(_batch_axis(value, rows) is None for value in leaves):
-        shapes = [tuple(value.shape) for value in leaves if isinstance(value, Tensor)]
+    batch = Arguments(args, kwargs, rows)
+    choices = batch.choices()
+    ways = [way for way in islice(product(*choices), _WAYS) if any(axis is not None for axis in way)]
+    if not ways:
         raise ValueError(
-            f"the private loader gave a batch of {rows} examples, but the model was called with shapes {shapes}. "
+            f"the private loader gave a batch of {rows} examples, but the model was called with shapes {batch.shapes}. "
             "Call the model on whole batches of that loader, examples in axis 0, or use `with engine.paused():` "
             "for other data."
         )
-
-
-def _restore(module: nn.Module, buffers: dict[str, Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        buffer.copy_(buffers[name])
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave buffers and random generators as they were."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(d for d in devices if d is not None)):
+    unclear = rows > 1 and any(0 in choice and 1 in choice for choice in choices)
+    problem: Exception | None = None
+    for way in ways:
+        batch.axes = way
         try:
-            yield
+            plan = _Examination(taps, batch).run()
+            break
+        except Exception as error:
+            problem = problem or error
+            if isinstance(problem, MixedExamplesError):
+                if unclear:
+                    problem.add_note(f"There are as many examples as positions ({rows}): examples must be in axis 0.")
+                raise problem from None
+    else:
+        assert problem is not None
+        problem.add_note(f"(dphero examines a model with {' and '.join(map(str, _SIZES))} rows of its first batch.)")
+        raise problem
+    if unclear and plan.examples_independent and way == ways[0]:
+        batch.axes = [1 if 0 in choice and 1 in choice else axis for choice, axis in zip(choices, way, strict=True)]
+        if _passes(taps, batch):
+            raise ValueError(
+                f"the first batch has shapes {batch.shapes}: as many examples as positions ({rows}), and the model "
+                "treats both alike, so that it cannot be told which are the examples. Use another batch size."
+            )
+    return plan
+
+
+def _passes(taps: Taps, batch: Arguments) -> bool:
+    rules = [site.rule for site in taps.sites]
+    try:
+        _Examination(taps, batch).run()
+    except Exception:
+        return False
+    finally:
+        for site, rule in zip(taps.sites, rules, strict=True):
+            site.rule = rule
+    return True
+
+
+class _Examination:
+    """One examination of a model, given where its arguments carry the examples."""
+
+    def __init__(self, taps: Taps, batch: Arguments) -> None:
+        self._taps, self._batch = taps, batch
+        self._untouched = Untouched(taps.module)
+        self._hints: dict[Call, Axes] = {}
+        self._labels = {
+            id(child): f"{path or 'the model'!r} ({type(child).__name__})"
+            for path, child in taps.module.named_modules()
+        }
+
+    def run(self) -> Plan:
+        """Return the plan, or raise what stands against private training."""
+        rows = self._batch.different_rows()
+        orders = (rows, rows[::-1])
+        mixed = [[order[i % len(rows)] for i in range(size)] for size, order in zip(_SIZES, orders, strict=True)]
+        for _ in range(_ROUNDS):
+            try:
+                calls, small, large = self._settle(mixed)
+                if len(rows) > 1:
+                    self._compare(rows, mixed, small, large)
+                plan = Plan(calls, [self._batch.way], len(rows) > 1)
+                rehearse(self._taps, plan, self._untouched, self._batch.take(mixed[0]), _SIZES[0], random=small.random)
+                return plan
+            except NoSharedRule as error:
+                if error.site is None or error.site.rule is vmapped:
+                    raise
+                error.site.rule = vmapped  # recompute that module example by example
+                self._hints.clear()
+        raise AssertionError
+
+    def _record(self, rows: Sequence[int], *, training: bool = True) -> _Run:
+        """Run the model on these rows and note all that is to be compared."""
+        recording = Recording(len(rows), self._hints)
+
+        def note(child: nn.Module, _: Any, out: Any) -> None:
+            for leaf in tree_flatten(out)[0]:
+                if isinstance(leaf, Tensor) and id(child) in self._labels:
+                    recording.note(self._labels[id(child)], plain(leaf))
+
+        hook = nn.modules.module.register_module_forward_hook(note)
+        try:
+            with self._untouched.run() as changes:
+                if not training:
+                    self._taps.module.eval()
+                args, kwargs = self._batch.take(rows)
+                note(self._taps.module, None, self._taps.run(recording, None, args, kwargs))
         finally:
-            _restore(module, buffers)
+            hook.remove()
+        return _Run(recording, changes.state, changes.random)
+
+    # -- where the examples lie -------------------------------------------------------------------------------
+
+    def _settle(self, mixed: list[list[int]]) -> tuple[dict[Call, Axes], _Run, _Run]:
+        """Run at both sizes until what was assumed of every call is what the shapes say."""
+        for _ in range(_ROUNDS):
+            first, second = (self._record(rows) for rows in mixed)
+            calls, agreed, misfit = {}, True, ""
+            for call, seen in first.recording.calls.items():
+                other = second.recording.calls.get(call)
+                if other is None or len(other.shapes) != len(seen.shapes):
+                    continue
+                layouts = [compare_shapes(a, b, *_SIZES) for a, b in zip(seen.shapes, other.shapes, strict=True)]
+                fits = [layout for layout in layouts if layout is not None]
+                if len(fits) < len(layouts):
+                    shapes = ", ".join(
+                        f"{tuple(a)} and {tuple(b)}" for a, b in zip(seen.shapes, other.shapes, strict=True)
+                    )
+                    misfit = misfit or f"{seen.label}, {call[0][1] or 'output and input'}: {shapes}"
+                    continue
+                agreed &= all(
+                    fit.axis == assumed.axis
+                    for record in (seen, other)
+                    for fit, assumed in zip(fits, record.assumed, strict=False)
+                )
+                calls[call] = tuple(
+                    (len(shape), fit.axis, fit.fold > 1) for shape, fit in zip(seen.shapes, fits, strict=True)
+                )
+            if agreed and misfit:
+                raise MixedExamplesError(
+                    f"{misfit} at batch sizes {_SIZES[0]} and {_SIZES[1]}: these shapes do not carry the examples in "
+                    "one axis. Such a model cannot be made private."
+                )
+            if agreed:
+                return calls, first, second
+            self._hints.update(calls)
+        raise ValueError("the calls inside the model change from run to run, so that they could not be understood")
+
+    # -- whether examples are independent -----------------------------------------------------------------------
+
+    def _compare(self, rows: list[int], mixed: list[list[int]], small: _Run, large: _Run) -> None:
+        """Check that each example gives the same in any company, and that nothing else remembers it."""
+        layouts = {
+            key: compare_shapes(tensor.shape, large.recording.trace[key].shape, *_SIZES)
+            for key, tensor in small.recording.trace.items()
+            if key in large.recording.trace and tensor.is_floating_point()
+        }
+        for (label, _), layout in layouts.items():
+            if layout is None:
+                raise MixedExamplesError(
+                    f"{label}: its output does not carry the examples in one axis (a matrix of all pairs?). "
+                    "Such a model cannot be made private."
+                )
+        _require_same_state(small, large)
+        for position, row in enumerate(rows):
+            alone = self._record([row] * _SIZES[0])
+            _require_same_state(small, alone)
+            for key, layout in layouts.items():
+                if layout is None or layout.shared or key not in alone.recording.trace:
+                    continue
+                first, second = (layout.split(run.recording.trace[key], _SIZES[0])[position] for run in (small, alone))
+                _require_close(
+                    key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
+                )
+        if small.random:  # dropout draws other numbers at another size
+            small, large = (self._record(rows, training=False) for rows in mixed)
+        if small.random:
+            return
+        for key, tensor in small.recording.trace.items():
+            other = large.recording.trace.get(key)
+            layout = None if other is None else compare_shapes(tensor.shape, other.shape, *_SIZES)
+            if other is None or layout is None or layout.shared or not tensor.is_floating_point():
+                continue
+            places = [mixed[1].index(row) for row in mixed[0]]
+            first, second = layout.split(tensor, _SIZES[0]), layout.split(other, _SIZES[1])[places]
+            what = "the size of the batch or the order of its examples"
+            _require_close(key[0], first, second, what, slack=_SLACK_BETWEEN_SIZES)
+
+
+def _require_same_state(first: _Run, second: _Run) -> None:
+    for name in first.written.keys() | second.written.keys():
+        pair = (first.written.get(name), second.written.get(name))
+        if pair[0] is None or pair[1] is None or not same(pair[0], pair[1]):
+            raise ValueError(
+                f"{name} is written from the data during training and would be published with the model. Replace that "
+                "layer (dphero.fix replaces batch and instance norms) or switch its statistics off."
+            )
+
+
+def _require_close(label: str, first: Tensor, second: Tensor, what: str, slack: float = 0.0) -> None:
+    finite = first.isfinite() & second.isfinite()
+    mixed_up = bool(((first != second) & ~finite & ~(first.isnan() & second.isnan())).any())
+    scale = float(torch.where(finite, first, 0).abs().max()) if first.numel() else 0.0
+    gap = float(torch.where(finite, first - second, 0).abs().max()) if first.numel() else 0.0
+    if mixed_up or gap > max(_SLACK, slack, torch.finfo(first.dtype).eps) * scale:
+        raise MixedExamplesError(
+            f"{label}: an example's output depends on {what}; it changes by {gap / max(scale, 1e-30):.2g} of its size. "
+            "Such a model cannot be made private: use per-example statistics (GroupNorm, LayerNorm) and keep the batch "
+            "axis first."
+        )

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dphero.loss_check import LossCheck
 from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism
 from dphero.sampling import Lots, Sampler
 from dphero.tape import GradientBatch
 from dphero.taps import Taps
 
-__all__ = ["Run"]
+__all__ = ["Run", "require_free"]
+
+
+def require_free(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a parameter of the module is being trained privately already."""
+    for name, parameter in module.named_parameters():
+        if any(isinstance(hook, _Guard) for hook in (parameter._backward_hooks or {}).values()):
+            raise ValueError(
+                f"this module (parameter {name!r}) is already being trained privately: a second engine would charge "
+                "and clip apart from the first. detach() the engine that holds it first."
+            )
 
 
 class Run:
     """Ties taps, lots, mechanism and optimizers together.
 
     Each lot is released once, at the end of the backward pass of its last physical batch, and written to
-    the parameters' ``.grad``; no other gradient may reach them.
+    the parameters' ``.grad``. Guards on the parameters and a look before each ``step()`` see to it that no other
+    gradient is ever used.
     """
 
     def __init__(
@@ -34,11 +46,10 @@ class Run:
         mechanism: Mechanism,
         lots: Lots,
         sampler: Sampler,
-        key: int | None,
-        mean: bool,
+        loss_reduction: Literal["mean", "sum"],
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
-        self.mechanism, self.lots, self.sampler, self.key, self._mean = mechanism, lots, sampler, key, mean
+        self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
         self.lot_sum = LotSum(mechanism.clipping)
         self.taps = Taps(
             module,
@@ -47,20 +58,21 @@ class Run:
             rows=self._rows,
             consume=self._consume,
         )
-        self._handed: dict[str, Tensor] = {}
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
-        self._guards = [parameter.register_hook(_Guard(self.taps, name)) for name, parameter in parameters.items()]
+        self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._handed: dict[str, Tensor] = {}  # the private gradients, as they were put into .grad
+        self._waiting: set[Optimizer] = set()  # those that have not stepped since the latest release
+        self._hooks: list[Any] = []
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        for name, parameter in parameters.items():
+            self._hooks.append(parameter.register_hook(_Guard(self.taps, name)))
 
     # -- one lot ------------------------------------------------------------------------------------------
 
     def before_lot(self) -> None:
-        """Called by the loader before it draws a lot."""
-        if not self.lots.released:
-            raise RuntimeError(
-                f"lot {self.lots.next - 1} was drawn but never back-propagated. Every lot that is drawn must be a step, "
-                "whatever its loss: skipping steps by looking at the data is not private. (To evaluate, iterate over "
-                "an ordinary loader.)"
-            )
+        """Called by the loader before it hands out the first batch of a lot; nothing is left of an earlier try."""
         self.taps.clear()
         self.lot_sum.clear()
         self.mechanism.before_lot()
@@ -74,29 +86,38 @@ class Run:
             )
         return batch.rows
 
+    def _rows_in_work(self) -> int | None:
+        batch = self.lots.pending
+        return None if batch is None or self.taps.is_paused else batch.rows
+
     def _consume(self, gradients: GradientBatch) -> None:
-        lots, batch = self.lots, self.lots.current
-        assert batch is not None
-        lots.captured += gradients.rows
-        if lots.captured > lots.delivered:
+        """Take the gradients of a physical batch; autograd calls this when it has finished with all of them."""
+        tape = self.taps.tape
+        if tape is None or not tape.done:
             raise RuntimeError(
-                f"{lots.captured} rows were back-propagated, but only {lots.delivered} of this lot were handed out: an "
-                "example would count twice. Add up the losses and call backward() once per batch."
+                "this backward pass belongs to an earlier batch; call backward() before the next batch is drawn"
             )
-        self.lot_sum.add(gradients, batch.real, gradients.rows if self._mean else 1)
+        batch = self.lots.capture()
+        self.lot_sum.add(gradients, batch.real, batch.rows if self._loss_reduction == "mean" else 1)
         if batch.last:
-            self._hand_over(self.mechanism.release(self.lot_sum.sums, self.lot_sum.count))
-            lots.released = True
+            self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
+            released = self.mechanism.release(self.lot_sum.sums, self.lot_sum.count)
+            self.lots.release()
             self.lot_sum.clear()
+            self._hand_over(released)
 
     def _hand_over(self, gradients: dict[str, Tensor]) -> None:
-        """Put the private gradient where the optimizer looks; several lots add up until ``zero_grad``."""
+        """Put the private gradient where the optimizers look; several lots add up until ``zero_grad``."""
+        self._waiting = set(self.optimizers)
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and parameter.grad is self._handed.get(name):
-                parameter.grad.add_(gradients[name])
+            if not parameter.requires_grad:  # frozen since
+                parameter.grad = None
+            elif name in self._handed and parameter.grad is self._handed[name]:
+                self._handed[name].add_(gradients[name])
             else:
-                parameter.grad = gradients[name]
-                self._handed[name] = gradients[name]
+                parameter.grad = self._handed[name] = gradients[name]
+
+    # -- what reaches the optimizer -------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(callable(value) for value in (*args, *kwargs.values())):
@@ -104,53 +125,126 @@ class Run:
                 "a closure would evaluate the loss inside step(), more than once for some optimizers; call backward() "
                 "yourself and step() without arguments"
             )
-        if not self.lots.released:
-            batch = self.lots.current
-            if batch is not None and batch.last:
-                raise RuntimeError(
-                    "step() was called for a lot that was not back-propagated through the private model; was the model "
-                    "in training mode (model.train()), and called on the batch of the private loader?"
-                )
-            for parameter in self.parameters.values():  # more physical batches of this lot to come
+        if self.taps.is_paused:
+            raise RuntimeError("step() inside `with engine.paused():` would train on gradients without noise; leave it")
+        batch = self.lots.pending
+        if batch is not None and not self.lots.captured:
+            raise RuntimeError(
+                "step() was called for a batch that was not back-propagated through the private model; was the model "
+                "in training mode (model.train()), and called on the batch of the private loader?"
+            )
+        if batch is not None and not batch.last:  # more physical batches of this lot to come: a step of nothing
+            for parameter in self.parameters.values():
                 parameter.grad = None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._require_private(parameter)
+
+    def _require_private(self, parameter: Tensor) -> None:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise RuntimeError(
+                f"the optimizer holds a gradient for a parameter of shape {tuple(parameter.shape)} that was not there, "
+                "or frozen, when the model was made private. detach() the engine, then make the model private anew."
+            )
+        if parameter.grad is not self._handed.get(name):
+            raise RuntimeError(
+                f"parameter {name!r} holds a gradient that is not the private one. Call zero_grad(); to change the "
+                "private gradient, change it in place."
+            )
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._waiting.discard(optimizer)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model run untapped; gradients that arise meanwhile are gone afterwards."""
+        before = {name: parameter.grad for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        try:
+            with self.taps.paused():
+                yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.grad = before[name]
 
     # -- life ---------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Take everything away again."""
         self.taps.detach()
-        for handle in (*self._hooks, *self._guards):
+        self._loss_check.remove()
+        for handle in self._hooks:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the coming steps depend on."""
-        if not self.lots.released:
-            raise RuntimeError("a lot is under way; save after optimizer.step(), when its last batch is done")
+        if self.lots.in_parts:
+            raise RuntimeError("a lot is under way; save after its last physical batch, when step() has been called")
+        waiting = {name: gradient for name, gradient in self._handed.items() if self.parameters[name].grad is gradient}
         return {
+            "loss_reduction": self._loss_reduction,
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mechanism": self.mechanism.state_dict(),
+            "sampler": self.sampler.state_dict(),
             "next_lot": self.lots.next,
-            "key": None if self.key is None else str(self.key),
+            "gradients": waiting if self._waiting else {},
+            "waiting": [number for number, optimizer in enumerate(self.optimizers) if optimizer in self._waiting],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError("the checkpoint was made with another number of optimizers")
-        self.mechanism.load_state_dict(state["mechanism"])
+        """Continue from a saved state.
+
+        Raises:
+            RuntimeError: If releases were made already.
+            ValueError: If it is the state of another run; nothing is changed then.
+        """
+        if self.mechanism.ledger.steps:
+            raise RuntimeError(
+                f"this engine has made {self.mechanism.ledger.steps} releases; going back would repeat their noise and "
+                "forget their price. Load into a fresh engine (to go back to earlier weights, load the model's own "
+                "state_dict)."
+            )
+        self._check(state)
+        before = self.mechanism.state_dict()
+        try:
+            self.mechanism.load_state_dict(state["mechanism"])
+            self.sampler.load_state_dict(state["sampler"])
+        except Exception:
+            self.mechanism.load_state_dict(before)
+            raise
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        if (state["key"] is None) != (self.key is None):
-            raise ValueError("the checkpoint and this engine disagree on secure=")
-        if state["key"] is not None:
-            self.key = int(state["key"])
-            self.sampler.key = self.key
-        self.lots.next = int(state["next_lot"])
-        self.lots.abandon()
+        self.lots.restart(int(state["next_lot"]))
         self.lot_sum.clear()
         self.taps.clear()
+        self._handed.clear()
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            if name in state["gradients"]:
+                parameter.grad = self._handed[name] = state["gradients"][name].to(parameter)
+        self._waiting = {self.optimizers[number] for number in state["waiting"]}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        """Find out what does not fit before anything is changed."""
+        states = (state["module"], self.module.state_dict())
+        theirs, mine = ({n: getattr(v, "shape", None) for n, v in saved.items()} for saved in states)
+        if theirs != mine:
+            names = sorted(n for n in theirs.keys() | mine.keys() if theirs.get(n, 0) != mine.get(n, 0))
+            raise ValueError(f"the checkpoint is of another model: {', '.join(names[:5])} differ in name or shape")
+        saved = [len(group["params"]) for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
+        ours = [len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        if len(state["optimizers"]) != len(self.optimizers) or saved != ours:
+            raise ValueError(
+                f"the checkpoint was made with {len(state['optimizers'])} optimizers over groups of {saved} "
+                f"parameters, this engine has {len(self.optimizers)} over groups of {ours}"
+            )
+        if state["loss_reduction"] != self._loss_reduction:
+            raise ValueError(f"the checkpoint was made with loss_reduction={state['loss_reduction']!r}")
 
 
 class _Guard:
@@ -161,7 +255,7 @@ class _Guard:
 
     def __call__(self, gradient: Tensor) -> Tensor:
         if self._taps.is_paused:
-            return torch.zeros_like(gradient)
+            return gradient
         raise RuntimeError(
             f"a gradient that is not private reached parameter {self._name!r}. The model must be in training mode, and "
             "its parameters may enter the loss only through the model's forward (use the optimizer's weight_decay "

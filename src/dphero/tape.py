@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +73,19 @@ class Tape:
     ) -> None:
         """Ask autograd for the gradient of ``out``; its pieces go to the parameters in ``names``."""
         versions = [tensor._version for tensor in saved if isinstance(tensor, Tensor)]
-        kept = tuple(tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in saved)
+        # given away on arrival, since the hook itself lives as long as the user holds the loss
+        held = [tuple(tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in saved)]
         self.expect(names.values())
 
         def arrive(gradient: Tensor) -> None:
             self.start()
+            kept = held.pop()
             if [tensor._version for tensor in kept if isinstance(tensor, Tensor)] != versions:
                 raise RuntimeError(
                     f"the input of {label} was changed in place after the layer had used it; its gradient "
                     "would be wrong. Use the out-of-place form of that operation."
                 )
-            with torch.no_grad():
+            with _exactly():
                 rows = [layout.rows(tensor) if isinstance(tensor, Tensor) else tensor for tensor in kept]
                 for local, piece in make(layout.rows(gradient), *rows).items():
                     if local in names:
@@ -99,7 +102,7 @@ class Tape:
             )
         if not self.running:
             self.running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def deliver(self, name: str, piece: Piece) -> None:
         """Take one piece of a parameter."""
@@ -122,7 +125,7 @@ class Tape:
     def _finish(self) -> None:
         while self._late:
             self._late.pop()()
-        with torch.no_grad():
+        with _exactly():
             for name, pieces in self._arrived.items():
                 self._take(name, combine(pieces))
             if self._small:
@@ -135,5 +138,15 @@ class Tape:
             {name: piece for name, (piece, _) in ready.items()},
             {name: norms for name, (_, norms) in ready.items()},
         )
-        with torch.no_grad():
+        with _exactly():
             self._consume(batch)
+
+
+@contextmanager
+def _exactly() -> Iterator[None]:
+    """Compute without a graph, and in full precision even inside the user's autocast: norm and sum must agree."""
+    with torch.no_grad(), ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

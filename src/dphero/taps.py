@@ -2,88 +2,38 @@
 
 While a model is private, each module that owns trainable parameters (a *site*) has its ``forward``
 replaced, on the instance, by the rule of its layer family. A rule computes the same output from *detached*
-parameters, so that autograd spends nothing on parameter gradients, and taps that output. The model keeps
-its class, its attributes and its ``state_dict``; :meth:`Taps.detach` takes the replacements away.
+parameters, so that autograd spends nothing on parameter gradients, and taps that output. All other code that
+uses a parameter meets a :class:`~dphero.shared.Shared` value in its place. The model keeps its class, its
+attributes and its ``state_dict``; copies of it are ordinary models; :meth:`Taps.detach` undoes everything.
 
 Nothing here knows of clipping or noise.
 """
 
 from __future__ import annotations
 
-import types
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dphero.geometry import Geometry
-from dphero.layers import Rule, find_rule
-from dphero.layout import Layout
-from dphero.probe import Plan, probe
-from dphero.shared import Origin, Shared
+from dphero.layout import Layout, arrange
+from dphero.meetings import attached, follow
+from dphero.operation import Operation
+from dphero.pieces import Piece
+from dphero.plan import Notes, Plan, Recording, Unforeseen
+from dphero.probe import probe
+from dphero.shared import LayerOrigin, Origin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
 from dphero.tape import GradientBatch, PieceMaker, Tape
 
 __all__ = ["Call", "Site", "Taps"]
 
-
-class Site:
-    """A module that owns trainable parameters, and the rule that taps it.
-
-    Attributes:
-        names: The module's own trainable parameters: local name to name in the whole model.
-    """
-
-    def __init__(self, path: str, module: nn.Module, names: dict[str, str], rule: Rule) -> None:
-        self.path, self.module, self.names, self.rule = path, module, names, rule
-        self.original = module.forward
-
-    @property
-    def label(self) -> str:
-        """Name and type of the module, for messages."""
-        return f"{self.path or 'the model'!r} ({type(self.module).__name__})"
-
-
-class Call:
-    """One call of one site: what a layer rule works with.
-
-    ``call["weight"]`` is the module's parameter, detached; ``call.get("bias")`` is ``None`` where there is
-    none; ``call.wants("bias")`` tells whether its gradient is asked for.
-    """
-
-    def __init__(self, taps: Taps, site: Site) -> None:
-        self.taps, self.site = taps, site
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that is being called."""
-        return self.site.module
-
-    def __getitem__(self, name: str) -> Tensor:
-        parameter = self.module._parameters[name]
-        assert parameter is not None
-        return parameter.detach()
-
-    def get(self, name: str) -> Tensor | None:
-        """Return the detached parameter, or ``None`` where the module has none of that name."""
-        return None if self.module._parameters.get(name) is None else self[name]
-
-    def wants(self, name: str) -> bool:
-        """Tell whether the gradient of this parameter is asked for."""
-        return name in self.site.names
-
-    def tap(self, compute: Callable[[], Tensor], make: PieceMaker, *saved: Any) -> Tensor:
-        """Compute an output, and have its gradient turned into pieces.
-
-        Args:
-            compute: Returns the output from detached parameters.
-            make: ``make(output_gradient, *saved)`` returns the pieces by local parameter name; every tensor
-                reaches it with the examples in front: ``(n, ...)``.
-            saved: What ``make`` needs besides, usually the layer's input.
-        """
-        return self.taps.tap(self.site, compute, make, saved)
+_ATTEMPTS = 8
+"""How often a model that makes new calls is examined again before it is refused (it may drop layers at random)."""
 
 
 class Taps:
@@ -95,6 +45,12 @@ class Taps:
         geometry: Name to geometry in which norms are taken; read anew for each batch.
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
+
+    Attributes:
+        plan: What was learned about where each call carries the examples.
+        following: Whether a forward pass is being tapped.
+        is_paused: Whether the model runs untapped.
+        is_reading: Whether gradients of shared values are being carried back to their parameters.
     """
 
     def __init__(
@@ -108,200 +64,235 @@ class Taps:
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume = geometry, rows, consume
-        self._tape: Tape | None = None
         self.plan: Plan | None = None
-        """What was learned, or is being learned, about where each call carries the examples."""
-        self._inside = False
-        self._paused = False
-        self._counter: Counter[str] = Counter()
-        name_of = {id(parameter): name for name, parameter in parameters.items()}
-        self.sites = list(_find_sites(module, name_of))
-        for site in self.sites:
-            site.module.__dict__["forward"] = _Patched(site.module, self._site_forward(site))
-        self.root_forward = module.forward
-        module.__dict__["forward"] = _Patched(module, self._run_root)
+        self.following = self.is_paused = self.is_reading = False
+        self.tape: Tape | None = None
+        self._notes: Notes | None = None
+        self._stack: list[Site] = []
+        self._shared: dict[int, Shared] = {}
+        self.sites = find_sites(module, parameters)
+        self._names = {
+            id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()
+        }
+        self._slots = [
+            (child._parameters, local)
+            for child in module.modules()
+            for local, parameter in child._parameters.items()
+            if parameter is not None and (parameter.requires_grad or id(parameter) in self._names)
+        ]
+        forwards = {site.module: self._site_forward(site) for site in self.sites}
+        self.root_forward = forwards.get(module, module.forward)
+        forwards[module] = eager(self._run_root)
+        self._undo = [replace_forward(child, forward) for child, forward in forwards.items()]
 
     # -- the user's side ------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give every module its own ``forward`` back."""
-        self.module.__dict__.pop("forward", None)
-        for site in self.sites:
-            site.module.__dict__.pop("forward", None)
-            if not isinstance(site.original, types.MethodType) or site.original.__self__ is not site.module:
-                site.module.__dict__["forward"] = site.original
+        while self._undo:
+            self._undo.pop()()
         self.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Let the model run without being tapped: its parameters then have ordinary gradients."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the model runs untapped."""
-        return self._paused
+            self.is_paused = before
 
     def clear(self) -> None:
         """Forget forward passes that no backward pass followed."""
-        self._tape = None
+        self.tape = None
 
     # -- forward --------------------------------------------------------------------------------------
 
     @property
     def _active(self) -> bool:
-        return not self._paused and self.module.training and torch.is_grad_enabled()
+        return not self.is_paused and self.module.training and torch.is_grad_enabled()
 
     def _run_root(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._active or self._inside:
+        if not self._active or self.following:
             return self.root_forward(*args, **kwargs)
         rows = self._rows()
         if self.plan is None or not self.plan.examples_independent:
             self.plan = probe(self, args, kwargs, rows)
-        if self._tape is None or self._tape.done or self._tape.rows != rows:
-            self._tape = Tape(rows, self._geometry(), self._consume)
-        return self.run_inside(self.root_forward, *args, **kwargs)
+        elif not self.plan.fits(args, kwargs, rows):
+            self.plan = self.plan.joined(probe(self, args, kwargs, rows))
+        for attempt in range(_ATTEMPTS + 1):
+            if self.tape is None or self.tape.done or self.tape.rows != rows:
+                self.tape = Tape(rows, self._geometry(), self._consume)
+            try:
+                return tree_map(plain, self.run(self.plan, self.tape, args, kwargs))
+            except Unforeseen as error:
+                if attempt == _ATTEMPTS:
+                    raise RuntimeError(
+                        f"{error}. A private model must make the same calls for every batch of one shape."
+                    ) from None
+                self.plan = self.plan.joined(probe(self, args, kwargs, rows))
+        raise AssertionError
 
-    def run_inside(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass in which the sites are tapped."""
-        self._inside, before = True, self._inside
-        self._counter.clear()
+    def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward pass in which the sites are tapped and their parameters are shared values."""
+        before = (self._notes, self.tape)
+        self._notes, self.tape, self.following = notes, tape, True
+        notes.begin()
         try:
-            return forward(*args, **kwargs)
+            with swapped((*slot, self._stand_in(slot)) for slot in self._slots):
+                out = self.root_forward(*args, **kwargs)
+            notes.end()
+            return out
         finally:
-            self._inside = before
+            self._notes, self.tape, self.following = *before, False
+            self._stack.clear()
 
     def _site_forward(self, site: Site) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._inside and not (self._active and (self._tape is None or not self._tape.running)):
+            if self.following:
+                self._stack.append(site)
+                out = site.rule(Call(self, site), *args, **kwargs)
+                self._stack.pop()
+                return out
+            if not self._active:
                 return site.original(*args, **kwargs)
-            if not self._inside:
+            if self.tape is not None and self.tape.running and not self.tape.done:
                 raise RuntimeError(
-                    f"{site.label} was called by itself while the model is private. Call the whole model, so "
-                    "that each example's gradient is complete, or use `with engine.paused():` for other data."
+                    f"{site.label} was called again during the backward pass. Gradient checkpointing is not supported "
+                    "in private training: switch it off, and lower physical_batch_size to save memory."
                 )
-            return site.rule(Call(self, site), *args, **kwargs)
+            raise RuntimeError(
+                f"{site.label} was called by itself while the model is private. Call the whole model, so "
+                "that each example's gradient is complete, or use `with engine.paused():` for other data."
+            )
 
         return forward
 
-    def tap(self, site: Site, compute: Callable[[], Tensor], make: PieceMaker, saved: tuple[Any, ...]) -> Tensor:
+    def _stand_in(self, slot: Slot) -> Tensor:
+        """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
+        parameters, local = slot
+        parameter = parameters[local]
+        assert parameter is not None
+        if id(parameter) not in self._names:
+            return parameter.detach()
+        shared = self._shared.get(id(parameter))
+        if shared is None or shared.plain.data_ptr() != parameter.data_ptr() or shared.plain.dtype != parameter.dtype:
+            name, site = self._names[id(parameter)]
+            origin = ParameterOrigin(name, parameter, self, site.label)
+            shared = Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
+            self._shared[id(parameter)] = shared
+        return shared
+
+    # -- taps -----------------------------------------------------------------------------------------
+
+    def tap(
+        self,
+        site: Site,
+        role: str,
+        compute: Callable[[], Tensor],
+        make: PieceMaker,
+        saved: tuple[Any, ...],
+        split: bool = False,
+    ) -> Tensor:
         """Compute and tap one output of a site (see :meth:`Call.tap`)."""
-        key = self.next_key(site.path)
-        if self.plan is not None and self.plan.recording:
-            out = compute()
-            self.plan.record(key, out, site)
-            return self._share(site, out, make, saved) if self.plan.guess(out).shared else out
-        layout = self.layout(key, site.label)
-        assert layout is not None and self._tape is not None
-        if layout.shared:
-            return self._share(site, compute(), make, saved)
-        out = compute() if any(_needs_grad(value) for value in saved) else _Fresh.apply(_anchor(saved), compute)
-        if isinstance(out, Shared):
-            raise AssertionError(f"{site.label}: a shared value with a batch axis")
-        if not out.requires_grad:
-            out = _Fresh.apply(_anchor(saved), lambda: out)
-        self._tape.watch(out, layout, site.names, make, saved, site.label)
+        out = compute()
+        if not torch.is_grad_enabled():
+            return out
+        saved = tuple(map(plain, saved))
+        inputs = [value for value in saved if isinstance(value, Tensor)]
+        layouts = self.notes.layouts((site.path, role), [plain(out)], inputs, self.rows, site.label)
+        if layouts[0].shared:
+            return self._share(site, out, make, saved, split)
+        if self.tape is None or isinstance(out, Shared):
+            return plain(out)
+        out = attached(out)
+        self.watch(out, layouts, make, saved, site.label, names=site.names, split=split)
         return out
 
-    def _share(self, site: Site, out: Tensor, make: PieceMaker, saved: tuple[Any, ...]) -> Tensor:
+    def _share(self, site: Site, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
         """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
-        tape = self.tape
-        if tape is not None:
-            tape.expect(site.names.values(), several=True)
-        plain = tuple(value.plain if isinstance(value, Shared) else value for value in saved)
+        rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
+        kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]
 
-        def sink(gradients: Tensor) -> None:
-            assert tape is not None
+        def pieces(gradients: Tensor) -> dict[str, Piece]:
+            spread = [Layout(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
+            values = arrange([gradients, *spread], [Layout(0)] * (1 + len(spread)))
+            if not split and out.dim() > 1:
+                values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
+            found = {local: piece.folded(rows) for local, piece in make(*values).items()}
+            return {site.names[local]: piece for local, piece in found.items() if local in site.names}
 
-            def spread(value: Any) -> Any:
-                return value.detach().expand(len(gradients), *value.shape) if isinstance(value, Tensor) else value
+        origin = LayerOrigin(out, list(site.names.values()), pieces, self, site.label)
+        return Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
 
-            for local, piece in make(gradients, *map(spread, plain)).items():
-                if local in site.names:
-                    tape.deliver(site.names[local], piece)
+    def watch(
+        self,
+        out: Tensor,
+        layouts: Sequence[Layout],
+        make: PieceMaker,
+        saved: tuple[Any, ...],
+        label: str,
+        *,
+        names: Mapping[str, str] | None = None,
+        split: bool = False,
+    ) -> None:
+        """Have the gradient of ``out`` turned into pieces.
 
-        return Shared.wrap(Origin.after(out, sink), self, site)
+        Args:
+            out: The output.
+            layouts: Its layout, and those of the tensors in ``saved``.
+            make: See :meth:`Call.tap`.
+            saved: What ``make`` needs besides.
+            label: Who asks, for messages.
+            names: Which parameters the pieces belong to.
+            split: See :meth:`Call.tap`.
+        """
+        assert self.tape is not None
+        rows, layout = self.rows, layouts[0]
+        if not split and any(other != layout for other in layouts):
+            raise ValueError(
+                f"{label}: its input and its output carry the examples in different ways ({layouts}). A rule for such "
+                "a module must take its tensors example by example: call.tap(..., split=True)."
+            )
 
-    # -- what the rules for shared values need -----------------------------------------------------------
+        def arranged(*values: Any) -> dict[str, Piece]:
+            if split:
+                return make(*arrange(values, layouts, rows))
+            return {name: piece.folded(layout.fold) for name, piece in make(*arrange(values, layouts)).items()}
+
+        self.tape.watch(out, Layout(0), dict(names or {}), arranged, saved, label)
+
+    # -- what shared values need ------------------------------------------------------------------------
 
     @property
-    def tape(self) -> Tape | None:
-        """The tape of the physical batch in hand; ``None`` while the model is being examined."""
-        return None if self.plan is not None and self.plan.recording else self._tape
+    def notes(self) -> Notes:
+        """What the forward pass in hand consults at each call."""
+        assert self._notes is not None
+        return self._notes
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch that is running."""
-        return self.plan.rows if self.plan is not None and self.plan.recording else self._rows()
+        if self.tape is not None:
+            return self.tape.rows
+        assert isinstance(self._notes, Recording)
+        return self._notes.rows
 
-    def next_key(self, path: str) -> tuple[str, int]:
-        """Number the calls of one site within a forward pass."""
-        self._counter[path] += 1
-        return path, self._counter[path]
+    def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run an operation on shared values."""
+        return follow(self, operation, tensors, args, kwargs)
 
-    def layout(self, key: tuple[str, int], label: str) -> Layout | None:
-        """Return where the examples lie in the output of this call, as the probe saw it."""
-        assert self.plan is not None
+    def responsible(self, origins: Sequence[Origin]) -> Site | None:
+        """Return the module whose code is running, if all these origins are its own parameters."""
+        site = self._stack[-1] if self._stack else None
+        own = set() if site is None else set(site.names.values())
+        return site if all(isinstance(o, ParameterOrigin) and o.name in own for o in origins) else None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Carry gradients of shared values back to their parameters."""
+        self.is_reading = True
         try:
-            return self.plan.layouts[key]
-        except KeyError:
-            raise RuntimeError(
-                f"{label} was called {key[1]} times in this forward pass, more often than when the model was "
-                "first examined. A private model must make the same calls for every batch."
-            ) from None
-
-
-def _find_sites(module: nn.Module, name_of: dict[int, str]) -> Iterator[Site]:
-    for path, child in module.named_modules():
-        names = {
-            local: name_of[id(parameter)]
-            for local, parameter in child._parameters.items()
-            if parameter is not None and id(parameter) in name_of
-        }
-        if names:
-            yield Site(path, child, names, find_rule(child))
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _anchor(saved: tuple[Any, ...]) -> Tensor:
-    device = next((value.device for value in saved if isinstance(value, Tensor)), None)
-    return torch.empty(0, device=device, requires_grad=True)
-
-
-class _Fresh(torch.autograd.Function):
-    """Gives the first layer's output a place in the graph, though none of its inputs requires a gradient.
-
-    The output is no leaf, so that an in-place activation may follow.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-class _Patched:
-    """The replaced ``forward`` of one module. Copies and pickles of the module get their class's own."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        twin = memo[id(self._module)]
-        return types.MethodType(type(twin).forward, twin)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, "forward")
+            yield
+        finally:
+            self.is_reading = False

@@ -43,10 +43,6 @@ def test_the_text_says_everything(ledger):
     assert "UNSOUND" not in text and "Warning" not in text
 
 
-def test_secure_noise_covers_floating_point(ledger):
-    assert "floating-point" not in statement(ledger, 1e-5, secure_noise=True).text
-
-
 def test_epsilon_is_that_of_the_accountant_and_never_shrinks_in_print(ledger):
     found = statement(ledger, 1e-5, accountant="rdp")
     exact = price(ledger, 1e-5, "rdp").epsilon

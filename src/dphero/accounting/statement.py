@@ -32,8 +32,8 @@ _NOT_COVERED = (
     "hyperparameter search: every run on the same data spends its own budget, also a run that is thrown away",
     "choices made from the data outside the recorded releases (stopping, model, features, clip bounds)",
     "preprocessing and statistics released without noise (normalisation, vocabularies, the data's size)",
+    "attacks on floating-point arithmetic: what is released lies on the grid of the model's own number format",
 )
-_FLOATING_POINT = "the floating-point arithmetic of the noise: it was not drawn by a secure source"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,6 @@ def statement(
     unit: str = "one training example",
     accountant: str = "pld",
     notes: Iterable[str] = (),
-    secure_noise: bool = False,
     filter_order: float = DEFAULT_FILTER_ORDER,
 ) -> Statement:
     """State what the releases in ``ledger`` promise, and what not.
@@ -129,7 +128,6 @@ def statement(
         unit: What one record of the data stands for.
         accountant: How to price; ``filter`` for adaptive events.
         notes: Further remarks. One that contains "unsound as published" labels the whole statement so.
-        secure_noise: Whether the noise is safe against attacks on floating-point arithmetic.
         filter_order: The order of ``filter``, fixed before the run.
 
     Raises:
@@ -142,7 +140,7 @@ def statement(
         unit=unit,
         releases=ledger.steps,
         mechanisms=tuple(_mechanisms(ledger.counts)),
-        not_covered=_NOT_COVERED if secure_noise else (*_NOT_COVERED, _FLOATING_POINT),
+        not_covered=_NOT_COVERED,
         notes=notes,
         label=UNSOUND_AS_PUBLISHED if unsound else None,
     )

@@ -3,8 +3,8 @@
 A rule is a function ``rule(call, *args, **kwargs)`` that returns what the module's ``forward`` would return,
 computed from the detached parameters ``call["weight"]``, with each intermediate that parameters reach
 tapped by ``call.tap(compute, make, *saved)``. Rules are found by the module's exact type, or by a
-base class whose ``forward`` the subclass kept. Any other module is followed by the rule for bare parameters,
-and where that cannot follow it, by the generic ``vmap`` rule.
+base class whose methods the subclass kept. The code of any other module is followed as it runs
+(:mod:`dphero.shared`), or recomputed by the generic ``vmap`` rule where that is not possible.
 """
 
 from __future__ import annotations

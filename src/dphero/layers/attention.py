@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.layers.generic import vmapped
 from dphero.layers.registry import register
 from dphero.pieces import Explicit, Outer, Piece
 
@@ -34,22 +34,23 @@ def multihead_attention(
     module = call.module
     assert isinstance(module, nn.MultiheadAttention)
     if query.dim() != 3 or module.bias_k is not None or module.add_zero_attn:
-        return vmapped(
-            call, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        raise ValueError(
+            f"{call.site.label}: the query must have a batch axis, and neither add_bias_kv nor add_zero_attn is "
+            "supported in private training"
         )
     q, k, v = _project(call, query, key, value)
     if not module.batch_first:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     n, length, width = q.shape
     heads, head = module.num_heads, width // module.num_heads
-    q, k, v = (x.reshape(n, -1, heads, head).transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.reshape(n, x.shape[1], heads, head).transpose(1, 2) for x in (q, k, v))
     mask = _merge_masks(q, k, attn_mask, key_padding_mask, heads)
     dropout = module.dropout if module.training else 0.0
     weights: Tensor | None = None
     if need_weights:
         scores = q @ k.transpose(-2, -1) / head**0.5
-        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-        out = F.dropout(weights, dropout) @ v
+        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        out = weights @ v
     else:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal and mask is None
@@ -85,7 +86,8 @@ def _project(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tens
         def make(delta: Tensor, x: Tensor, name: str = name, i: int = i) -> dict[str, Piece]:
             return _pieces(call, name, delta, x, (i * width, (2 - i) * width))
 
-        outs.append(call.tap(lambda i=i, x=x: F.linear(x, parts[i], biases[i]), make, x))  # type: ignore[misc]
+        compute = functools.partial(F.linear, x, parts[i], biases[i])
+        outs.append(call.tap(compute, make, x, role="qkv"[i]))
     return outs
 
 

@@ -7,7 +7,6 @@ used again and stays in cache; then the per-example gradient is one batched prod
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Piece, rounding
+from dphero.pieces import Explicit, Piece, gram_rounding, products_in, rounding
 
 if TYPE_CHECKING:
     from dphero.taps import Call
 
 __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution", "convolution_arguments"]
 
-_CPU_BUFFER = 1 << 18
-"""Elements of the patch buffer on a CPU: about what a core keeps close."""
-_GPU_BUFFER = 1 << 24
-"""On a GPU: enough to fill it, little beside the activations."""
+_CPU_BUFFER = 1 << 21
+"""Elements of the patch buffer on a CPU: few enough to stay in cache, many enough that calls do not count."""
+_GPU_BUFFER = 1 << 26
+"""On a GPU: enough to fill it, not much beside the activations."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +97,6 @@ def conv_piece(x: Tensor, delta: Tensor, arguments: ConvolutionArguments) -> Pie
     return Convolution(x, delta, arguments)
 
 
-@contextmanager
-def _convolution_precision(x: Tensor) -> Iterator[None]:
-    """Let matrix products round as this device's own convolutions do (TF32 where torch allows it for them)."""
-    if x.device.type != "cuda":
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 class Convolution(Piece):
     """The per-example gradients of a convolution's weight.
 
@@ -124,6 +109,10 @@ class Convolution(Piece):
         self.shape = arguments.weight_shape
         self._slabs: Tensor | None = None
         self._whitened_by: Factor | None = None
+        # where all patches fit at once, a GPU gains more from fewer operations than from less copying
+        patches = len(x) * arguments.groups * prod(self.shape[1:]) * prod(delta.shape[2:])
+        whole = arguments.stride[0] > 1 or (x.device.type != "cpu" and patches <= _GPU_BUFFER)
+        self._offsets = 1 if whole else self.shape[2]
         self.rounding = rounding(delta, convolution=True)
 
     # -- the three questions -------------------------------------------------------------------------------
@@ -131,9 +120,10 @@ class Convolution(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None or geometry.right is not None or self.arguments.groups > 1:
             return Explicit(self.instantiate()).square_norms(geometry)
-        with _convolution_precision(self.delta):
-            if self._gram_is_cheaper():
+        if self._gram_is_cheaper():
+            with products_in(self.delta, short=False):
                 return self._gram_norms(geometry.left)
+        with products_in(self.delta, short=torch.backends.cudnn.allow_tf32):  # as torch's own convolutions
             # whitening acts on positions or on columns, whichever are fewer
             early = prod(self.delta.shape[2:]) < prod(self.shape[1:])
             if early:
@@ -144,10 +134,11 @@ class Convolution(Piece):
         if self._slabs is None:
             return self._native_sum(weights)
         slabs = self._slabs
-        total = (weights.to(slabs.dtype) @ slabs.flatten(2)).view(len(slabs), -1, slabs.shape[-1])
+        spread = weights.to(slabs.dtype).expand(len(slabs), 1, -1)
+        total = torch.bmm(spread, slabs.flatten(2)).view(len(slabs), -1, slabs.shape[-1])
         if self._whitened_by is not None:
             total = self._whitened_by.colour(total, axis=-2)
-        return self._as_weight(total.unsqueeze(1))[0]
+        return self._as_weight(total.unsqueeze(1))[0].contiguous()
 
     def instantiate(self) -> Tensor:
         if self._slabs is None:
@@ -178,7 +169,7 @@ class Convolution(Piece):
         delta = self.delta.reshape(n * groups, rows, -1)
         if early is not None:
             delta = early.whiten(delta, axis=-2)
-        norms = delta.new_empty(n)
+        norms = []
         kept = delta.new_empty(offsets, n * groups, rows, columns) if keep else None
         for first, last, patches in self._patches():
             part = slice(first * groups, last * groups)
@@ -187,14 +178,12 @@ class Convolution(Piece):
                 torch.bmm(delta[part], columns_of_offset.transpose(1, 2), out=out[offset])
             if late is not None:
                 out = late.whiten(out, axis=-2)
-            norms[first:last] = torch.linalg.vector_norm(
-                out.view(offsets, last - first, -1), dim=(0, 2)
-            ).square_()  # while they are in cache
+            norms.append(torch.linalg.vector_norm(out.view(offsets, last - first, -1), dim=(0, 2)))  # while in cache
         if kept is not None:
             self._slabs, self._whitened_by = kept.view(offsets, n, self.shape[0], columns), early
             self.rounding = 0.0  # norm and sum see the same numbers
             del self.x, self.delta
-        return norms
+        return (norms[0] if len(norms) == 1 else torch.cat(norms)).square_()
 
     def _worth_keeping(self) -> bool:
         """Tell whether to keep the gradients for the sum, or to keep what they are made of and sum natively.
@@ -214,10 +203,6 @@ class Convolution(Piece):
             return apart[0]
         return apart.movedim(0, 3)
 
-    @property
-    def _offsets(self) -> int:
-        return self.shape[2] if self.arguments.stride[0] == 1 else 1
-
     def _gram_is_cheaper(self) -> bool:
         if self._slabs is not None or self.arguments.groups > 1:
             return False
@@ -225,7 +210,7 @@ class Convolution(Piece):
         return positions * (rows + columns) < rows * columns
 
     def _gram_norms(self, factor: Factor | None) -> Tensor:
-        norms = self.delta.new_empty(len(self.x))
+        squares = []
         for first, last, patches in self._patches():
             left = self.delta[first:last].flatten(2).transpose(1, 2)
             if factor is not None:
@@ -238,8 +223,11 @@ class Convolution(Piece):
                 else:
                     grams.baddbmm_(right, right.transpose(1, 2))
             assert grams is not None
-            norms[first:last] = grams.mul_(torch.bmm(left, left.transpose(1, 2))).sum((1, 2))
-        return norms.clamp_(min=0)
+            lefts = torch.bmm(left, left.transpose(1, 2))
+            traces = [gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (lefts, grams)]
+            room = traces[0] * traces[1] * gram_rounding(left, left.shape[1] + self.shape[0] + prod(self.shape[1:]))
+            squares.append(grams.mul_(lefts).sum((1, 2)).clamp_(min=0).add_(room))
+        return squares[0] if len(squares) == 1 else torch.cat(squares)
 
     def _native_sum(self, weights: Tensor) -> Tensor:
         arguments = self.arguments
@@ -283,12 +271,13 @@ class Convolution(Piece):
         view = x.as_strided(shape, strides)
         limit = _CPU_BUFFER if x.device.type == "cpu" else _GPU_BUFFER
         chunk = max(1, min(n, limit // max(prod(shape[1:]), 1)))
-        buffer = x.new_empty((chunk, *shape[1:]))
+        buffer = x.new_empty((chunk, *shape[1:])) if chunk < n else view.contiguous()
         across = prod(out[1:])
         for first in range(0, n, chunk):
             last = min(n, first + chunk)
-            part = buffer[: last - first]
-            part.copy_(view[first:last])
+            part = buffer
+            if chunk < n:
+                part = buffer[: last - first].copy_(view[first:last])
             examples = (last - first) * arguments.groups
             if not slabs:
                 yield first, last, [part.view(examples, -1, prod(out))]

@@ -2,68 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
+from dphero.operation import take_apart
 from dphero.pieces import Explicit, Piece
 
 if TYPE_CHECKING:
     from dphero.taps import Call
 
-__all__ = ["vmapped"]
+__all__ = ["example_gradients", "vmapped"]
+
+
+def example_gradients(
+    function: Callable[..., Tensor], wanted: dict[str, Tensor], gradients: Tensor, inputs: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the per-example gradients of ``function(wanted, *inputs)`` with respect to ``wanted``.
+
+    Args:
+        function: Takes the inputs of a batch of one example.
+        wanted: What to differentiate with respect to.
+        gradients: The output's gradients, examples in front: for each, that of a batch of this example alone.
+        inputs: The inputs, likewise.
+
+    Raises:
+        RuntimeError: If the function draws random numbers, or does what ``vmap`` cannot do.
+    """
+
+    def one(gradient: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
+        pull = vjp(lambda values: function(values, *inputs), wanted)[1]
+        return pull(gradient)[0]
+
+    with torch.enable_grad():
+        found = vmap(one, randomness="error")(gradients, *inputs)
+    return {name: gradient.detach() for name, gradient in found.items()}
 
 
 def vmapped(call: Call, *args: Any, **kwargs: Any) -> Any:
-    """Tap the output of a module whose code has no rule.
+    """Tap the output of a module whose code cannot be followed.
 
-    Exact for any module whose inputs and single output carry the examples in axis 0 and that uses no
-    random numbers. It costs a second forward pass of the module and its per-example gradients in memory.
+    Exact for any module that returns one tensor and uses no random numbers. It costs a second forward pass
+    of the module, and its per-example gradients in memory.
     """
     site, taps = call.site, call.taps
-    module, parameters = site.module, site.module._parameters
-    frozen = {name: value.detach() for name, value in parameters.items() if value is not None}
-
-    def own(values: dict[str, Tensor], *inputs: Any, **options: Any) -> Any:
-        before = dict(parameters)
-        parameters.update(values)  # type: ignore[arg-type]
-        try:
-            return site.original(*inputs, **options)
-        finally:
-            parameters.update(before)
+    wanted = {local: parameter.detach() for local, parameter in site.parameters.items()}
+    operation, tensors = take_apart(site.original, args, kwargs)
 
     def compute() -> Tensor:
-        out = own(frozen, *args, **kwargs)
+        with site.holding(wanted):
+            out = site.original(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise ValueError(
-                f"{site.label} has no layer rule and returns {type(out).__name__}; register a rule for it with "
-                "@dphero.register, or have it return one tensor"
+                f"{site.label} has no layer rule, its code cannot be followed, and it returns {type(out).__name__}; "
+                "register a rule for it with @dphero.register, or have it return one tensor"
             )
         return out
 
-    def make(delta: Tensor, *saved: Any) -> dict[str, Piece]:
-        wanted = {name: frozen[name] for name in site.names}
-        fixed = {name: value for name, value in frozen.items() if name not in wanted}
-        axes = tuple(
-            0 if isinstance(value, Tensor) and value.dim() and len(value) == len(delta) else None for value in saved
-        )
+    def one(values: dict[str, Tensor], *tensors: Tensor) -> Tensor:
+        with site.holding(values):
+            return operation.run(tensors)
 
-        def one(gradient: Tensor, *inputs: Any) -> dict[str, Tensor]:
-            inputs = tuple(value.unsqueeze(0) if axis == 0 else value for value, axis in zip(inputs, axes, strict=True))
-            positional, named = inputs[: len(args)], dict(zip(kwargs, inputs[len(args) :], strict=True))
-            _, pull = vjp(lambda values: functional_call(module, {**values, **fixed}, positional, named), wanted)
-            return pull(gradient.unsqueeze(0))[0]
-
+    def make(gradients: Tensor, *tensors: Tensor) -> dict[str, Piece]:
         try:
-            with taps.paused(), torch.enable_grad():
-                gradients = vmap(one, in_dims=(0, *axes), randomness="error")(delta, *saved)
+            with taps.paused():
+                found = example_gradients(one, wanted, gradients, tensors)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{site.label} has no layer rule, and computing it example by example failed: {error}. Register a "
-                "rule for it with @dphero.register, or split the part that owns the parameters into a module of its own."
+                f"{site.label} has no layer rule, and computing it example by example failed: {error}. Move random "
+                "numbers (dropout) out of the module that owns the parameters, or register a rule for it with "
+                "@dphero.register."
             ) from error
-        return {name: Explicit(gradient.detach()) for name, gradient in gradients.items()}
+        return {name: Explicit(gradient) for name, gradient in found.items()}
 
-    return call.tap(compute, make, *args, *kwargs.values())
+    return call.tap(compute, make, *tensors, split=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,12 +50,25 @@ def group_norm(call: Call, x: Tensor) -> Tensor:
     """Tap a group norm."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
-    groups, eps = module.num_groups, module.eps
-    return call.tap(
-        lambda: F.group_norm(x, groups, call.get("weight"), call.get("bias"), eps),
-        _channels(call, lambda x: F.group_norm(x, groups, None, None, eps)),
-        x,
+    channels, groups = module.num_channels, module.num_groups
+    size = (len(x), channels, prod(x.shape[2:]), groups)
+    out, mean, inverse = torch.native_group_norm(
+        x.contiguous(), call.get("weight"), call.get("bias"), *size, module.eps
     )
+
+    def make(delta: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> dict[str, Piece]:
+        # with the examples as further channels, torch's own kernel gives one gradient for each example and channel
+        n, apart = len(delta), (1, len(delta) * channels, -1)
+        _, scale, shift = torch.ops.aten.native_group_norm_backward(
+            delta.reshape(apart), x.reshape(apart), mean.reshape(1, -1), inverse.reshape(1, -1),
+            delta.new_empty(n * channels),  # its shape matters
+            1, n * channels, x[0, 0].numel(), n * groups,
+            (False, call.wants("weight"), call.wants("bias")),
+        )  # fmt: skip
+        found = {"weight": scale, "bias": shift}
+        return {name: Explicit(value.view(n, channels)) for name, value in found.items() if call.wants(name)}
+
+    return call.tap(lambda: out, make, x, mean, inverse)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -16,7 +16,7 @@ from dphero.pieces import Piece
 if TYPE_CHECKING:
     from dphero.taps import Call
 
-__all__ = ["recurrent"]
+__all__ = ["recurrent", "recurrent_cell"]
 
 
 @register(nn.RNN, nn.GRU, nn.LSTM)
@@ -24,13 +24,7 @@ def recurrent(call: Call, x: Tensor, state: Any = None) -> Any:
     """Tap an RNN, GRU or LSTM: several layers, both directions, projections."""
     module = call.module
     assert isinstance(module, nn.RNNBase)
-    if isinstance(x, PackedSequence):
-        raise ValueError(
-            f"{call.site.label}: packed sequences are not supported in private training; pad the sequences and "
-            "mask the loss"
-        )
-    if x.dim() != 3:
-        raise ValueError(f"{call.site.label}: the input must have a batch axis, got shape {tuple(x.shape)}")
+    _require_batch(call, x, 3)
     if module.batch_first:
         x = x.transpose(0, 1)
     directions = 2 if module.bidirectional else 1
@@ -70,22 +64,53 @@ def _direction(
     outs: list[Tensor] = []
     for time in reversed(range(len(x))) if reverse else range(len(x)):
         inner = _tapped_linear(call, hidden, "weight_hh" + suffix, "bias_hh" + suffix)
-        if isinstance(module, nn.LSTM):
-            assert cell is not None
-            i, f, g, o = (gates[time] + inner).chunk(4, dim=-1)
-            cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
-            hidden = torch.sigmoid(o) * torch.tanh(cell)
-            if module.proj_size:
-                hidden = _tapped_linear(call, hidden, "weight_hr" + suffix, None)
-        elif isinstance(module, nn.GRU):
-            (xr, xz, xn), (hr, hz, hn) = gates[time].chunk(3, dim=-1), inner.chunk(3, dim=-1)
-            z = torch.sigmoid(xz + hz)
-            hidden = (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * hidden
-        else:
-            activate = torch.tanh if module.nonlinearity == "tanh" else torch.relu
-            hidden = activate(gates[time] + inner)
+        hidden, cell = _step(module, gates[time], inner, hidden, cell)
+        if isinstance(module, nn.LSTM) and module.proj_size:
+            hidden = _tapped_linear(call, hidden, "weight_hr" + suffix, None)
         outs.append(hidden)
     return torch.stack(outs[::-1] if reverse else outs), hidden, cell
+
+
+def _step(module: nn.Module, outer: Tensor, inner: Tensor, hidden: Tensor, cell: Tensor | None) -> tuple[Tensor, Any]:
+    """Return the next state from the projections of the input (outer) and of the hidden state (inner)."""
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        assert cell is not None
+        i, f, g, o = (outer + inner).chunk(4, dim=-1)
+        cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(cell), cell
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        (xr, xz, xn), (hr, hz, hn) = outer.chunk(3, dim=-1), inner.chunk(3, dim=-1)
+        z = torch.sigmoid(xz + hz)
+        return (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * hidden, None
+    assert isinstance(module, nn.RNN | nn.RNNCell)
+    return (torch.tanh if module.nonlinearity == "tanh" else torch.relu)(outer + inner), None
+
+
+@register(nn.RNNCell, nn.GRUCell, nn.LSTMCell)
+def recurrent_cell(call: Call, x: Tensor, state: Any = None) -> Any:
+    """Tap one step of an RNN, GRU or LSTM."""
+    module = call.module
+    assert isinstance(module, nn.RNNCellBase)
+    _require_batch(call, x, 2)
+    lstm = isinstance(module, nn.LSTMCell)
+    if state is None:
+        zeros = x.new_zeros(len(x), module.hidden_size)
+        state = (zeros, zeros) if lstm else zeros
+    hidden, cell = state if lstm else (state, None)
+    outer = _tapped_linear(call, x, "weight_ih", "bias_ih")
+    inner = _tapped_linear(call, hidden, "weight_hh", "bias_hh")
+    hidden, cell = _step(module, outer, inner, hidden, cell)
+    return (hidden, cell) if lstm else hidden
+
+
+def _require_batch(call: Call, x: Any, axes: int) -> None:
+    if isinstance(x, PackedSequence):
+        raise ValueError(
+            f"{call.site.label}: packed sequences are not supported in private training; pad the sequences and "
+            "mask the loss"
+        )
+    if x.dim() != axes:
+        raise ValueError(f"{call.site.label}: the input must have a batch axis, got shape {tuple(x.shape)}")
 
 
 def _tapped_linear(call: Call, x: Tensor, weight: str, bias: str | None) -> Tensor:
@@ -93,4 +118,4 @@ def _tapped_linear(call: Call, x: Tensor, weight: str, bias: str | None) -> Tens
         pieces = linear_pieces(delta, x, bias=bias is not None and call.wants(bias))
         return {weight if name == "weight" else str(bias): piece for name, piece in pieces.items()}
 
-    return call.tap(lambda: F.linear(x, call[weight], call.get(bias) if bias else None), make, x)
+    return call.tap(lambda: F.linear(x, call[weight], call.get(bias) if bias else None), make, x, role=weight)

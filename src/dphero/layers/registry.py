@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Rule", "find_rule", "register"]
+if TYPE_CHECKING:
+    from dphero.taps import Call
+
+__all__ = ["Rule", "find_rule", "followed", "register"]
 
 Rule = Callable[..., Any]
 """``rule(call, *args, **kwargs)``: see :mod:`dphero.layers`."""
@@ -20,7 +23,7 @@ def register(*kinds: type[nn.Module]) -> Callable[[_R], _R]:
     """Register a rule for module types.
 
     Example:
-        >>> import torch.nn.functional as F
+        >>> import torch
         >>> from torch import nn
         >>> import dphero
         >>> from dphero.pieces import Outer
@@ -44,14 +47,32 @@ def register(*kinds: type[nn.Module]) -> Callable[[_R], _R]:
 
 
 def find_rule(module: nn.Module) -> Rule:
-    """Return the rule for a module: its type's, or that of a base whose ``forward`` it kept, or the bare one."""
-    from dphero.layers.bare import bare
+    """Return the rule for a module: its type's, or that of a base whose methods it kept, or :func:`followed`."""
+    if "forward" in vars(module) or _computes_parameters(module):
+        return followed
+    for base in type(module).__mro__:
+        if base in _RULES and _keeps_methods(type(module), base):
+            return _RULES[base]
+    return followed
 
-    kind = type(module)
-    if kind in _RULES:
-        return _RULES[kind]
-    if not hasattr(module, "parametrizations"):
-        for base in kind.__mro__[1:]:
-            if base in _RULES and kind.forward is base.forward:
-                return _RULES[base]
-    return bare
+
+def followed(call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Run a module without a rule of its own as it is: its parameters are shared values, and its code is followed."""
+    return call.site.original(*args, **kwargs)
+
+
+def _keeps_methods(kind: type, base: type[nn.Module]) -> bool:
+    """Tell whether a class computes what its base computes: it overrides nothing of it but how it is made."""
+    family = [parent for parent in base.__mro__ if parent not in nn.Module.__mro__]
+    inherited = {name for parent in family for name in vars(parent)}
+    changed = {name for child in kind.__mro__ if child not in base.__mro__ for name in vars(child)}
+    return not (inherited & changed) - _HARMLESS
+
+
+_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters", "__module__", "__doc__"}
+_HARMLESS |= {"__annotations__", "__constants__", "__firstlineno__", "__static_attributes__", "__parameters__"}
+
+
+def _computes_parameters(module: nn.Module) -> bool:
+    """Tell whether a weight is computed (weight norm, pruning) rather than the module's own parameter."""
+    return hasattr(module, "parametrizations") or any(isinstance(value, Tensor) for value in vars(module).values())

@@ -1,0 +1,139 @@
+"""The documentation keeps its word: its code runs, its links lead somewhere, its commands exist."""
+
+import contextlib
+import re
+import runpy
+import shlex
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from dphero.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def named(path):
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page, *kinds):
+    """Yield (kind, code, name for tracebacks), with as many empty lines before the code as the page has."""
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        if match[1] in kinds:
+            line = text[: match.start(2)].count("\n")
+            yield match[1], "\n" * line + match[2], named(page)
+
+
+def run(code, name, namespace):
+    exec(compile(code, name, "exec"), namespace)
+
+
+def side(diff, sign):
+    """The lines of a diff before (-) or after (+) it."""
+    return "\n".join(line[1:] if line[:1] in (" ", sign) else "" for line in diff.split("\n"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Run in an empty folder, leaving generators and threads as they were."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_blocks_run(page, elsewhere):
+    namespace = {"__name__": "__page__"}
+    for _, code, name in blocks(page, "python"):
+        run(code, name, namespace)
+
+
+@pytest.mark.parametrize("sign", ["+", "-"], ids=["dphero", "opacus"])
+@pytest.mark.parametrize("page", [page for page in PAGES if any(blocks(page, "diff"))], ids=named)
+def test_both_sides_of_a_diff_run(page, sign, elsewhere):
+    if sign == "-":
+        pytest.importorskip("opacus")
+    _, setup, name = next(blocks(page, "python"))
+    for _, diff, _ in blocks(page, "diff"):
+        namespace = {"__name__": "__page__"}
+        run(setup, name, namespace)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(side(diff, sign), name, namespace)
+
+
+def test_there_is_something_to_run():
+    assert len(PAGES) >= 6 and len(EXAMPLES) >= 3
+    assert sum(1 for page in PAGES for _ in blocks(page, "python")) > 20
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_has_a_kind(page):
+    """A block without one would be run by nobody."""
+    fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
+    assert len(fences) % 2 == 0
+    assert set(fences[::2]) <= {"python", "diff", "sh"} and set(fences[1::2]) <= {""}
+
+
+def slugs(page):
+    """The anchors that headings get."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES + OTHERS, ids=named)
+def test_relative_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{named(page)}: {target}"
+        assert not anchor or anchor in slugs(path), f"{named(page)}: {target}"
+
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+def shown_commands():
+    for page in PAGES:
+        text = page.read_text()
+        shell = [line for _, code, _ in blocks(page, "sh") for line in code.splitlines()]
+        inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
+        for line in shell + inline:
+            words = shlex.split(line, comments=True) if re.match(r"(dphero|make) \w", line) else []
+            if words:
+                yield pytest.param(words, id=f"{named(page)}: {' '.join(words)}")
+
+
+@pytest.mark.parametrize("words", list(shown_commands()))
+def test_shown_commands_exist(words):
+    program, command, *arguments = words
+    if program == "make":
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    assert command in COMMANDS
+    context = COMMANDS[command].make_context(command, arguments, resilient_parsing=not arguments)
+    assert not context.args  # every option is known, every value has the right type
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=named)
+def test_examples_run(example, elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert "epsilon" in shown
+    if example.stem == "resume":
+        assert "same weights as an unbroken run: True" in shown

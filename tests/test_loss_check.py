@@ -1,0 +1,340 @@
+"""A loss that is no mean over examples is refused; the usual ones are not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero.loss_check import LossCheck
+from tests.trainer import training
+
+ROWS, CLASSES, TOKENS = 6, 5, 7
+Loss = Callable[[Tensor], Tensor]
+
+torch.manual_seed(0)
+X, Y = torch.randn(ROWS, CLASSES), torch.randint(CLASSES, (ROWS,))
+TEXT = torch.randint(TOKENS, (ROWS, 4))
+WEIGHT = torch.rand(CLASSES)
+SOME = torch.arange(ROWS) < 4
+CLASSIFIER = nn.Linear(CLASSES, CLASSES)
+LANGUAGE = nn.Sequential(nn.Embedding(TOKENS, 5), nn.Linear(5, TOKENS))
+
+
+def each(out: Tensor) -> Tensor:
+    return F.cross_entropy(out, Y, reduction="none")
+
+
+def per_token(out: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(out.reshape(-1, TOKENS), TEXT.reshape(-1), **options)
+
+
+def check(loss: Loss, declared: str, module: nn.Module, x: Tensor) -> None:
+    watch = LossCheck(module, lambda: ROWS, declared)
+    try:
+        loss(module(x)).backward()
+    finally:
+        watch.remove()
+        module.zero_grad()
+
+
+MEANS: dict[str, Loss] = {
+    "cross_entropy": lambda out: F.cross_entropy(out, Y),
+    "label smoothing": lambda out: F.cross_entropy(out, Y, label_smoothing=0.1),
+    "probabilities": lambda out: F.cross_entropy(out, X.softmax(1)),
+    "ignore_index unused": lambda out: F.cross_entropy(out, Y, ignore_index=-1),
+    "nll": lambda out: F.nll_loss(out.log_softmax(1), Y),
+    "mse": lambda out: F.mse_loss(out, X),
+    "l1": lambda out: F.l1_loss(out, X),
+    "smooth l1": lambda out: F.smooth_l1_loss(out, X),
+    "huber": lambda out: F.huber_loss(out, X),
+    "bce": lambda out: F.binary_cross_entropy(out.sigmoid(), X.sigmoid()),
+    "bce with logits": lambda out: F.binary_cross_entropy_with_logits(out, X.sigmoid()),
+    "bce weighted": lambda out: F.binary_cross_entropy_with_logits(out, X.sigmoid(), pos_weight=WEIGHT),
+    "kl batchmean": lambda out: F.kl_div(out.log_softmax(1), X.softmax(1), reduction="batchmean"),
+    "multi margin": lambda out: F.multi_margin_loss(out, Y),
+    "soft margin": lambda out: F.multilabel_soft_margin_loss(out, (X > 0).float()),
+    "triplet": lambda out: F.triplet_margin_loss(out, X, X + 1),
+    "cosine": lambda out: F.cosine_embedding_loss(out, X, torch.ones(ROWS)),
+    "poisson": lambda out: F.poisson_nll_loss(out, X.exp()),
+    "gaussian": lambda out: F.gaussian_nll_loss(out, X, torch.ones(ROWS, CLASSES)),
+    "mean of all": lambda out: out.pow(2).mean(),
+    "mean of sums": lambda out: out.pow(2).sum(1).mean(),
+    "mean of norms": lambda out: out.norm(dim=1).mean(),
+    "mean over rows, sum over columns": lambda out: out.pow(2).mean(0).sum(),
+    "mean kept": lambda out: out.mean(0, keepdim=True).mean(1).squeeze(),
+    "each, mean": lambda out: each(out).mean(),
+    "each weighted, mean": lambda out: (each(out) * WEIGHT[Y]).mean(),
+    "sum over rows": lambda out: out.pow(2).sum() / ROWS,
+    "sum by len": lambda out: each(out).sum() / len(out),
+    "sum by tensor": lambda out: each(out).sum() / torch.tensor(float(ROWS)),
+    "sum times": lambda out: out.pow(2).sum() * (1 / ROWS),
+    "half the sum": lambda out: 0.5 * out.pow(2).sum() / ROWS,
+    "log-sum-exp of rows": lambda out: (out.logsumexp(1) - out[torch.arange(ROWS), Y]).mean(),
+    "gathered": lambda out: -out.log_softmax(1).gather(1, Y[:, None]).mean(),
+    "focal": lambda out: ((1 - (-each(out)).exp()) ** 2 * each(out)).mean(),
+    "several terms": lambda out: F.cross_entropy(out, Y) + 0.1 * out.pow(2).mean() - 0.01 * out.abs().sum(1).mean(),
+    "stacked": lambda out: torch.stack([out.mean(), out.pow(2).mean()]).sum(),
+    "scaled for half precision": lambda out: F.cross_entropy(out, Y) * 65536.0,
+    "accumulated": lambda out: F.cross_entropy(out, Y) / 4,
+    "in place": lambda out: F.cross_entropy(out.div_(2.0), Y),
+    "double": lambda out: F.cross_entropy(out.double(), Y).float(),
+    "a constant": lambda out: F.cross_entropy(out, Y) + 3.0,
+    "a loop": lambda out: sum(F.cross_entropy(out[i], Y[i]) for i in range(ROWS)) / ROWS,
+    "a loop of slices": lambda out: sum(F.mse_loss(out[i : i + 1], X[i : i + 1]) for i in range(ROWS)) / ROWS,
+    "a loop over rows": lambda out: torch.stack([row.pow(2).mean().sqrt() for row in out]).mean(),
+    "one column": lambda out: out[:, 0].pow(2).mean(),
+    "a mask of one's own": lambda out: (each(out) * SOME).mean(),
+}
+
+LANGUAGE_MEANS: dict[str, Loss] = {
+    "tokens": per_token,
+    "shifted": lambda out: F.cross_entropy(out[:, :-1].reshape(-1, TOKENS), TEXT[:, 1:].reshape(-1)),
+    "transposed": lambda out: F.cross_entropy(out.transpose(1, 2), TEXT),
+    "sum by tokens": lambda out: per_token(out, reduction="sum") / TEXT.numel(),
+    "each example's own tokens": lambda out: (
+        (F.cross_entropy(out.transpose(1, 2), TEXT, reduction="none") * (TEXT > 1)).sum(1)
+        / (TEXT > 1).sum(1).clamp(min=1)
+    ).mean(),
+    "last token": lambda out: F.cross_entropy(out[:, -1], TEXT[:, -1]),
+}
+
+SUMS: dict[str, Loss] = {
+    "cross_entropy": lambda out: F.cross_entropy(out, Y, reduction="sum"),
+    "by a constant": lambda out: out.pow(2).sum() / 16,
+    "weighted": lambda out: F.cross_entropy(out, Y, weight=WEIGHT, reduction="sum") / 16,
+    "some": lambda out: each(out)[SOME].sum(),
+    "some, fused": lambda out: F.cross_entropy(out[SOME], Y[SOME], reduction="sum"),
+    "some, squared": lambda out: (out[SOME].pow(2) * out[SOME].exp()).sum() / 16,
+    "variational": lambda out: F.mse_loss(out, X, reduction="sum") - 0.5 * (1 + out - out.exp()).sum(),
+    "a loop": lambda out: sum(F.mse_loss(row, x) for row, x in zip(out, X, strict=True)),  # type: ignore[dict-item]
+    "mean times rows": lambda out: out.pow(2).mean() * ROWS,
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.filterwarnings("ignore:.*batchmean")
+def test_means_are_accepted(name: str) -> None:
+    check(MEANS[name], "mean", CLASSIFIER, X)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MEANS)
+def test_means_over_tokens_are_accepted(name: str) -> None:
+    check(LANGUAGE_MEANS[name], "mean", LANGUAGE, TEXT)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_accepted(name: str) -> None:
+    check(SUMS[name], "sum", CLASSIFIER, X)
+
+
+MIXED: dict[str, tuple[Loss, str]] = {
+    "root": (lambda out: F.mse_loss(out, X).sqrt(), "mixes examples: Sqrt"),
+    "square": (lambda out: F.cross_entropy(out, Y) ** 2, "mixes examples: Pow"),
+    "norm": (lambda out: out.norm(), "mixes examples: LinalgVectorNorm"),
+    "product": (lambda out: out.mean() * out.pow(2).mean(), "mixes examples: Mul"),
+    "ratio": (lambda out: out.pow(2).mean() / out.abs().mean(), "mixes examples: Div"),
+    "logarithm": (lambda out: out.pow(2).sum().log(), "mixes examples: Log"),
+    "exponential": (lambda out: out.mean().exp(), "mixes examples: Exp"),
+    "clamp": (lambda out: F.cross_entropy(out, Y).clamp(max=1), "mixes examples: Clamp"),
+    "flooding": (lambda out: (F.cross_entropy(out, Y) - 0.1).abs() + 0.1, "mixes examples: Abs"),
+    "focal on the mean": (lambda out: (1 - (-F.cross_entropy(out, Y)).exp()) * F.cross_entropy(out, Y), "Mul"),
+    "worst example": (lambda out: each(out).max(), "mixes examples: Max"),
+    "soft maximum": (lambda out: each(out).logsumexp(0), "mixes examples: Logsumexp"),
+    "deviation": (lambda out: each(out).std(), "mixes examples: Std"),
+    "median": (lambda out: each(out).median(), "mixes examples: Median"),
+    "hard examples": (lambda out: each(out).topk(4).values.mean(), "mixes examples: Topk"),
+    "variance of the batch": (lambda out: F.relu(1 - out.std(0)).mean(), "mixes examples: Relu"),
+    "one bad term": (lambda out: F.cross_entropy(out, Y) + 0.1 * out.pow(2).mean().sqrt(), "mixes examples: Sqrt"),
+    "some rows": (lambda out: each(out)[SOME].mean(), "mean over some of the batch's rows"),
+    "some rows, fused": (lambda out: F.cross_entropy(out[SOME], Y[SOME]), "mean over some of the batch's rows"),
+    "easy examples": (lambda out: each(out).sort().values[:4].mean(), "mean over some of the batch's rows"),
+    "masked mean": (lambda out: (each(out) * SOME).sum() / SOME.sum(), "divided by something else"),
+    "contrast": (lambda out: F.cross_entropy(out @ out.T, torch.arange(ROWS)), r"with each other \(Mm"),
+    "centred": (lambda out: (out - out.mean(0)).pow(2).mean(), r"with each other \(Mean"),
+    "softmax over the batch": (lambda out: out.log_softmax(0).pow(2).mean(), r"with each other \(LogSoftmax"),
+    "normalised": (lambda out: F.normalize(out, dim=0).pow(4).mean(), r"with each other \(LinalgVectorNorm"),
+    "class weights": (lambda out: F.cross_entropy(out, Y, weight=WEIGHT), "weighted by class.*public constant"),
+    "ignored targets": (
+        lambda out: F.cross_entropy(out, torch.where(SOME, Y, -100)),
+        "not ignore_index=-100.*public constant",
+    ),
+    "ignored class": (lambda out: F.cross_entropy(out, Y, ignore_index=int(Y[0])), "not ignore_index"),
+    "a sum": (
+        lambda out: F.cross_entropy(out, Y, reduction="sum"),
+        'a sum over the examples, but .*"mean" was declared',
+    ),
+    "a sum by hand": (lambda out: out.pow(2).sum(), 'loss_reduction="sum"'),
+    "a sum by a constant": (lambda out: out.pow(2).sum() / 16, "divided by something else than the number of rows"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_losses_that_are_no_mean_are_refused(name: str) -> None:
+    loss, match = MIXED[name]
+    with pytest.raises(ValueError, match=f"(?s){match}"):
+        check(loss, "mean", CLASSIFIER, X)
+
+
+def test_a_long_loop_is_read_quickly() -> None:
+    module, x = nn.Linear(3, 3), torch.randn(3000, 3)
+    watch = LossCheck(module, lambda: 3000, "mean")
+    out = module(x)
+    loss = sum(row.pow(2).mean().sqrt() for row in out) / 3000
+    assert isinstance(loss, Tensor)
+    start = time.perf_counter()
+    loss.backward()
+    watch.remove()
+    assert time.perf_counter() - start < 10
+
+
+def test_padded_tokens_are_refused() -> None:
+    padded = torch.where(TEXT > 4, -100, TEXT)
+    with pytest.raises(ValueError, match="ignore_index=-100"):
+        check(lambda out: F.cross_entropy(out.transpose(1, 2), padded), "mean", LANGUAGE, TEXT)
+
+
+def test_a_mean_declared_as_a_sum_is_refused() -> None:
+    for loss in (lambda out: F.cross_entropy(out, Y), lambda out: out.pow(2).mean() * 0.3):
+        with pytest.raises(ValueError, match='a mean over the examples, but loss_reduction="sum"'):
+            check(loss, "sum", CLASSIFIER, X)
+
+
+def test_a_sum_divided_by_the_rows_is_noticed_when_the_rows_change() -> None:
+    """Dividing by B, a constant, is fine even where B happens to be the number of rows."""
+    batch = [X]
+    for divisor, refused in ((lambda x: 6, False), (len, True)):
+        watch = LossCheck(CLASSIFIER, lambda: len(batch[0]), "sum")
+        seen = []
+        for rows in (6, 4):
+            batch[0] = x = X[:rows]
+            try:
+                (CLASSIFIER(x).pow(2).sum() / divisor(x)).backward()
+                seen.append(False)
+            except ValueError as error:
+                assert "divided by the number of rows" in str(error)
+                seen.append(True)
+        watch.remove()
+        assert seen == [False, refused]
+    CLASSIFIER.zero_grad()
+
+
+# -- the watched tensors ---------------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_plain_loss() -> None:
+    for loss in (*MEANS.values(),):
+        plain, watched = copy.deepcopy(CLASSIFIER), copy.deepcopy(CLASSIFIER)
+        loss(plain(X)).backward()
+        watch = LossCheck(watched, lambda: ROWS, "mean")
+        loss(watched(X)).backward()
+        watch.remove()
+        assert torch.equal(plain.weight.grad, watched.weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_the_user_keeps_is_plain() -> None:
+    watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
+    out = CLASSIFIER(X)
+    assert isinstance(out, Tensor) and out.requires_grad
+    loss = F.cross_entropy(out, Y)
+    assert type(loss.detach()) is Tensor and type(out.argmax(1)) is Tensor and type(out.data) is Tensor
+    assert isinstance(loss.item(), float) and out.detach().numpy().shape == (ROWS, CLASSES)
+    assert type(pickle.loads(pickle.dumps(out.detach()))) is Tensor
+    assert "Tensor" in repr(out) or "tensor" in repr(out)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    watch.remove()
+    assert type(CLASSIFIER(X)) is Tensor
+    CLASSIFIER.zero_grad()
+
+
+def test_outputs_of_any_structure_are_watched() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            out = self.layer(x)
+            return {"logits": out, "parts": [out.tanh(), None, 3], "loss": F.mse_loss(out, x).sqrt()}
+
+    module = Many()
+    watch = LossCheck(module, lambda: ROWS, "mean")
+    for loss in (
+        lambda out: out["logits"].pow(2).mean().sqrt(),
+        lambda out: out["parts"][0].norm(),
+        lambda out: out["loss"],
+    ):
+        with pytest.raises(ValueError, match="mixes examples"):
+            loss(module(X)).backward()
+    module(X)["parts"][0].mean().backward()
+    watch.remove()
+
+
+def test_nothing_is_watched_in_evaluation_or_without_a_private_batch() -> None:
+    for rows, train in ((None, True), (1, True), (ROWS, False)):
+        module = copy.deepcopy(CLASSIFIER).train(train)
+        watch = LossCheck(module, lambda rows=rows: rows, "mean")  # type: ignore[misc]
+        out = module(X)
+        assert type(out) is Tensor
+        out.norm().backward()
+        watch.remove()
+
+
+def test_the_check_removes_itself_after_a_few_batches() -> None:
+    module = copy.deepcopy(CLASSIFIER)
+    LossCheck(module, lambda: ROWS, "mean")
+    for _ in range(4):
+        assert module._forward_hooks
+        F.cross_entropy(module(X), Y).backward()
+    assert not module._forward_hooks
+    assert type(module(X)) is Tensor
+
+
+# -- in training ---------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_loss_releases_nothing() -> None:
+    run = training()
+    before = run.weights()
+    with pytest.raises(ValueError, match="mixes examples"):
+        run.steps(1, lambda out, y: F.cross_entropy(out, y).sqrt())
+    assert run.engine.steps == run.engine.ledger.steps == 0
+    assert all(torch.equal(before[name], value) for name, value in run.weights().items())
+    run.steps(1)  # and with the right loss the run goes on
+    assert run.engine.steps == 1
+
+
+def test_the_declared_reduction_is_checked_in_training() -> None:
+    with pytest.raises(ValueError, match='loss_reduction="sum" was declared'):
+        training(loss_reduction="sum").steps(1)
+    summed = training(loss_reduction="sum").steps(3, lambda out, y: F.cross_entropy(out, y, reduction="sum"))
+    mean = training().steps(3)
+    for first, second in zip(summed, mean, strict=True):
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_with_a_divisor_of_other_examples_would_break_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why this matters: without the check, one example of many ignored targets changes what the others add."""
+    monkeypatch.setattr(LossCheck, "_check", lambda self, loss: None)
+    added = []
+    for ignored in (0, 8):
+        labels = torch.arange(10) % 3
+        labels[:ignored] = -100
+        x = torch.zeros(10, 6)
+        x[8:] = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
+        run = training(
+            dataset=TensorDataset(x, labels), sample_rate=1.0, expected_batch_size=1.0, dataset_size=None,
+            noise_multiplier=1e-9, max_grad_norm=100.0, guidance="isotropic",
+        )  # fmt: skip
+        added.append(run.steps(1)[0]["0.weight"])  # features of zero add nothing to the first weight
+    torch.testing.assert_close(added[1], 5 * added[0], rtol=1e-3, atol=1e-4)

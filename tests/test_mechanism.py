@@ -1,0 +1,408 @@
+"""The release: the noise of a real step has the law that is charged for, and no example adds more than C."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero import BudgetExhausted
+from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
+from dphero.geometry import identity
+from dphero.guidance import PCA, History
+from dphero.mechanism import Mechanism
+from tests.trainer import Training, network, training
+
+SIGMA, CLIP, LOT = 1.7, 0.3, 12.0
+
+
+def mechanism(run: Training) -> Mechanism:
+    assert run.engine._run is not None
+    return run.engine._run.mechanism
+
+
+def nothing(out: Tensor, label: Tensor) -> Tensor:
+    return (out * 0).mean()
+
+
+def wide(seed: int = 0) -> nn.Sequential:
+    """Layers with room for statistics, whose weights have a spectrum with something to say."""
+    module = network(seed, nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8), nn.Tanh())
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() > 1:
+                p.mul_(torch.logspace(-1, 0.5, len(p))[:, None])
+    return module
+
+
+# -- the noise of one real release ---------------------------------------------------------------------------
+
+SHAPED: list[tuple[str, Any]] = [
+    ("ellipsoid", PCA(exponent=0.5, floor=0.05)),
+    ("ellipsoid", PCA(exponent=1.0, floor=0.1, side="both", scope="model")),
+    ("ball", PCA(exponent=0.5, floor=0.05)),
+    ("ellipsoid", History(refresh_every=1, exponent=0.5)),
+    ("ellipsoid", History("full", refresh_every=2, exponent=0.5)),
+    ("ball", History.geoclip(refresh_every=1)),
+    ("ellipsoid", "isotropic"),
+]
+
+
+def releases(mode: Any, guidance: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Train a little, so that history has something to say; then release lots in which nobody has a gradient.
+
+    Returns:
+        All the noise, in units of sigma C / B: as it was released, and whitened by the geometry of its step.
+    """
+    run = training(wide(), mechanism=mode, guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP, **options)
+    if not isinstance(guidance, str) and guidance.needs_gradients:
+        run.steps(5)
+    raw, whitened = [], []
+    unit = SIGMA * CLIP / LOT
+    for _ in range(8):
+        shapes: dict[str, Any] = {}
+
+        def note(out: Tensor, label: Tensor, shapes: dict[str, Any] = shapes) -> Tensor:
+            shapes.update(mechanism(run).noise_geometry)
+            return nothing(out, label)
+
+        (gradient,) = run.steps(1, note)
+        for name, noise in gradient.items():
+            raw.append(noise.flatten() / unit)
+            whitened.append(shapes[name].whiten(noise.double()).flatten() / unit)
+    return torch.cat(raw).double().numpy(), torch.cat(whitened).numpy()
+
+
+@pytest.mark.parametrize("mode, guidance", SHAPED, ids=lambda value: str(value)[:60])
+def test_the_noise_has_covariance_sigma_c_a(mode: str, guidance: Any) -> None:
+    """A⁻¹ noise · B / (σ C) is N(0, I); a scale of 2/3 or 3/2, or another geometry, is noticed."""
+    raw, whitened = releases(mode, guidance)
+    assert len(whitened) > 3900
+    assert stats.kstest(whitened, "norm").pvalue > 0.01
+    assert stats.kstest(whitened * 2 / 3, "norm").pvalue < 1e-9
+    assert stats.kstest(whitened * 3 / 2, "norm").pvalue < 1e-9
+    if guidance != "isotropic":
+        assert stats.kstest(raw, "norm").pvalue < 1e-3  # it is not the isotropic noise
+    neighbours = whitened[1:] * whitened[:-1]  # and no two coordinates belong together
+    assert abs(neighbours.mean()) * math.sqrt(len(neighbours)) < 4
+
+
+def test_the_directions_are_those_of_the_geometry() -> None:
+    """Not only the scales: the noise of a weight has the covariance A A^T, entry by entry."""
+    guidance = PCA(exponent=1.0, floor=0.05, refresh_every=10**6)
+    run = training(wide(), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP)
+    shape = mechanism(run).noise_geometry["2.weight"]
+    noises = [gradient["2.weight"] for gradient in run.steps(150, nothing)]
+    columns = torch.cat(noises, 1).double() * LOT / (SIGMA * CLIP)
+    assert shape.left is not None
+    upper = torch.triu_indices(24, 24, 1).unbind()
+
+    def score(a: Tensor) -> float:
+        """Mean square of the correlations of A⁻¹ noise, in units of their spread: 1 if A is right."""
+        white = torch.linalg.solve(a, columns)
+        return float(((white @ white.T)[upper] / math.sqrt(columns.shape[1])).square().mean())
+
+    a = shape.left.colour(torch.eye(24, dtype=torch.float64))
+    assert score(a) == pytest.approx(1, abs=4 * math.sqrt(2 / 276))
+    assert score(a.flip(0).flip(1)) > 10  # the same scales along other directions
+
+
+def test_ball_noise_covers_every_direction() -> None:
+    """In mode ball the norms are plain and the weakest direction of the noise has the full sigma C."""
+    run = training(wide(), mechanism="ball", guidance=PCA(exponent=1.0, floor=0.1))
+    shapes = mechanism(run).noise_geometry.values()
+    assert min(shape.smallest for shape in shapes) == pytest.approx(1)
+    assert max(shape.left.largest for shape in shapes if shape.left is not None) > 2
+    assert all(shape.is_identity for shape in mechanism(run).norm_geometry.values())
+
+
+def test_adaptive_clipping_spends_a_part_of_the_noise_on_the_count() -> None:
+    run = training(wide(), guidance="isotropic", clipping="adaptive", noise_multiplier=SIGMA, max_grad_norm=CLIP)
+    noise, unit = [], []
+    for _ in range(8):
+        unit.append(mechanism(run).clipping.norm)
+        (gradient,) = run.steps(1, nothing)
+        noise.append(torch.cat([value.flatten() for value in gradient.values()]) / unit[-1])
+    assert len(set(unit)) == 8  # the bound moves, and the noise with it
+    count_noise = mechanism(run).clipping.count_noise
+    assert count_noise is not None
+    multiplier = (SIGMA**-2 - (2 * count_noise) ** -2) ** -0.5
+    values = torch.cat(noise).double().numpy() * LOT / multiplier
+    assert stats.kstest(values, "norm").pvalue > 0.01
+    assert stats.kstest(values * multiplier / SIGMA, "norm").pvalue < 0.05 or multiplier / SIGMA < 1.05
+
+
+def test_the_noisy_count_has_the_noise_that_is_charged() -> None:
+    """In lots that are empty: the count of nobody is released too."""
+    run = training(clipping="adaptive", noise_multiplier=SIGMA, sample_rate=1e-9, dataset_size=None)
+    clipping = mechanism(run).clipping
+    seen: list[float] = []
+    clipping.adapt = lambda count, lot: seen.append(count)  # type: ignore[method-assign]
+    run.steps(400)
+    assert clipping.count_noise is not None
+    scores = np.array(seen) / clipping.count_noise
+    assert stats.kstest(scores, "norm").pvalue > 0.01
+    assert stats.kstest(scores * 2 / 3, "norm").pvalue < 1e-3
+    assert stats.kstest(scores * 3 / 2, "norm").pvalue < 1e-3
+
+
+# -- what one example adds ------------------------------------------------------------------------------------
+
+_QUIET = 1e-7
+
+
+@settings(max_examples=25)
+@given(
+    clipping=st.sampled_from(["flat", "per_layer", "automatic", "adaptive"]),
+    guidance=st.sampled_from(["isotropic", "pca", "history"]),
+    mode=st.sampled_from(["ellipsoid", "ball"]),
+    size=st.floats(-4, 6),
+    bound=st.floats(0.01, 10),
+)
+def test_one_example_adds_at_most_c_in_the_whitened_space(
+    clipping: str, guidance: str, mode: Any, size: float, bound: float
+) -> None:
+    """Through the whole engine: a lot of one example, with almost no noise."""
+    one = TensorDataset(torch.randn(1, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([1]))
+    run = training(
+        wide(), dataset=one, clipping=clipping, guidance=guidance, mechanism=mode, max_grad_norm=bound,
+        noise_multiplier=_QUIET, sample_rate=1.0, expected_batch_size=4.0, dataset_size=None,
+    )  # fmt: skip
+    for _ in range(2):
+        bound, shapes = mechanism(run).clipping.norm, dict(mechanism(run).norm_geometry)
+        run.optimizer.zero_grad()
+        ((x, y),) = [next(iter(run.loader))]
+        (10.0**size * F.cross_entropy(run.module(x), y)).backward()
+        added = run.gradients()
+        whitened = {name: shapes[name].whiten(value.double()) * 4 for name, value in added.items()}
+        total = math.sqrt(sum(float(value.square().sum()) for value in whitened.values()))
+        assert total <= bound * (1 + 1e-4)
+        if size > 2:
+            assert total >= bound * 0.5
+
+
+class Positions(nn.Module):
+    """A layer applied at every position: its per-example norm comes from Gram matrices."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_positions_that_cancel_do_not_hide_a_gradient(bias: bool) -> None:
+    """An adversary's example: terms so large, and so nearly opposite, that rounding hides what is left of them."""
+    worst = 0.0
+    for power in range(2, 8):
+        generator = torch.Generator().manual_seed(power)
+        for _ in range(4):
+            first, rest = (torch.randn(1, 1, 64, generator=generator) * 10**power for _ in range(2))
+            one = TensorDataset(torch.cat([first, 1e-4 * rest - first], 1), torch.randn(1, 64, generator=generator))
+            run = training(
+                Positions(bias), dataset=one, guidance="isotropic", noise_multiplier=1e-9, sample_rate=1.0,
+                expected_batch_size=1.0, dataset_size=None,
+            )  # fmt: skip
+            (added,) = run.steps(1, lambda out, direction: (out * direction[:, None]).sum((1, 2)).mean())
+            worst = max(worst, math.sqrt(sum(float(value.double().square().sum()) for value in added.values())))
+    assert worst <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("lot", [5.0, 12.0, 50.0])
+def test_the_divisor_is_public(lot: float) -> None:
+    """The same lot, released with another public B, is the same sum divided by that B."""
+    run = training(
+        guidance="isotropic", noise_multiplier=_QUIET, sample_rate=0.2, expected_batch_size=lot, dataset_size=None
+    )
+    reference = training(
+        guidance="isotropic", noise_multiplier=_QUIET, sample_rate=0.2, expected_batch_size=1.0, dataset_size=None
+    )
+    found, expected = run.steps(1)[0], reference.steps(1)[0]
+    for name in found:
+        torch.testing.assert_close(found[name] * lot, expected[name])
+
+
+def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
+    """Against micro-batches of one: the same seed with and without gradients differs by the clipped sum alone."""
+    private, noise = training(guidance="isotropic"), training(guidance="isotropic")
+    (found,), (zero,) = private.steps(1), noise.steps(1, nothing)
+    module, (x, y) = network(), next(iter(training(guidance="isotropic").loader))
+    expected = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    for i in range(len(x)):
+        module.zero_grad()
+        F.cross_entropy(module(x[i : i + 1]), y[i : i + 1]).backward()
+        size = math.sqrt(sum(float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None))
+        for name, p in module.named_parameters():
+            assert p.grad is not None
+            expected[name] += p.grad * min(1.0, 1.0 / size)
+    for name in expected:
+        torch.testing.assert_close((found[name] - zero[name]) * LOT, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_noise_never_repeats() -> None:
+    for secure in (False, True):
+        run = training(secure=secure) if secure else training()
+        vectors = [torch.cat([g.flatten() for g in step.values()]) for step in run.steps(12, nothing)]
+        assert len({tuple(vector.tolist()) for vector in vectors}) == 12
+        table = np.corrcoef(torch.stack(vectors).double().numpy())
+        assert np.abs(table[np.triu_indices(12, 1)]).max() < 0.5
+
+
+# -- what is charged -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, event",
+    [
+        ({}, PoissonGaussian(0.2, 1.3)),
+        ({"mechanism": "ball"}, PoissonGaussian(0.2, 1.3)),
+        ({"clipping": "adaptive"}, PoissonGaussian(0.2, 1.3)),
+        ({"physical_batch_size": 2}, PoissonGaussian(0.2, 1.3)),
+        ({"sample_rate": 1e-9, "dataset_size": None}, PoissonGaussian(1e-9, 1.3)),  # every lot is empty
+    ],
+)
+def test_every_release_is_charged_once(options: dict[str, Any], event: PoissonGaussian) -> None:
+    run = training(noise_multiplier=1.3, **options)
+    assert run.engine.ledger.steps == 0
+    run.steps(7)
+    assert dict(run.engine.ledger.counts) == {event: 7}
+
+
+def test_a_shuffled_epoch_is_charged_without_amplification() -> None:
+    run = training(sampling="shuffle", noise_multiplier=2.0, dataset_size=None)
+    run.steps(7)  # five lots an epoch
+    assert dict(run.engine.ledger.counts) == {ShuffledGaussian(2.0, 0): 5, ShuffledGaussian(2.0, 1): 2}
+    assert run.engine.get_epsilon(1e-5) > training(noise_multiplier=2.0).engine.get_epsilon(1e-5)
+    assert "zero_out" in run.engine.statement(1e-5).text
+
+
+def test_the_event_is_recorded_before_the_noise_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that fails half-way is paid for: never the other way round."""
+    run = training()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(mechanism(run).noise, "fill", fail)
+    with pytest.raises(MemoryError):
+        run.steps(1)
+    assert run.engine.ledger.steps == 1 and run.engine.steps == 0
+    assert all(p.grad is None for p in run.module.parameters())
+
+
+def test_a_lot_beyond_the_budget_is_refused_before_it_is_drawn() -> None:
+    run = training()
+    run.engine.limit(run_price(run, 3) * 1.0001, 1e-5)
+    run.steps(3)
+    weights = run.weights()
+    for _ in range(2):
+        with pytest.raises(BudgetExhausted, match="used up: 3 releases"):
+            run.steps(1)
+    assert run.engine.steps == 3
+    assert all(torch.equal(weights[name], value) for name, value in run.weights().items())
+
+
+def run_price(run: Training, steps: int) -> float:
+    from dphero.accounting import Ledger, price
+
+    ledger = Ledger()
+    ledger.record(mechanism(run).next_event(), steps)
+    return price(ledger, 1e-5).epsilon
+
+
+# -- the recipe as published ------------------------------------------------------------------------------------
+
+
+def lenet() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
+            nn.Flatten(), nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10),
+        )  # fmt: skip
+
+
+def published(**options: Any) -> Training:
+    generator = torch.Generator().manual_seed(0)
+    images = TensorDataset(torch.randn(40, 1, 28, 28, generator=generator), torch.arange(40) % 10)
+    return training(
+        lenet(), dataset=images, mechanism="published", guidance=PCA(exponent=1.0, floor=0.0), unsound=True,
+        noise_multiplier=4.0, expected_batch_size=8, **options,
+    )  # fmt: skip
+
+
+def test_the_published_recipe_is_priced_by_its_weakest_direction() -> None:
+    run = published()
+    assert run.engine.get_epsilon(1e-5) == 0
+    weakest = []
+    for _ in range(2):
+        shapes = mechanism(run).noise_geometry.values()
+        weakest.append(min(shape.smallest for shape in shapes))
+        run.steps(1)
+    assert max(weakest) < 0.1  # at initialisation already
+    assert list(run.engine.ledger.counts) == [
+        AdaptiveGaussian(0.2, 4.0 * smallest) for smallest in dict.fromkeys(weakest)
+    ]
+    claimed = training(noise_multiplier=4.0)
+    claimed.steps(2)
+    assert run.engine.get_epsilon(1e-5) > 100 * claimed.engine.get_epsilon(1e-5)
+    with pytest.raises(UnpriceableError, match="use accountant 'filter'"):
+        run.engine.get_epsilon(1e-5, accountant="pld")
+
+
+def test_the_published_recipe_is_labelled() -> None:
+    run = published()
+    run.steps(1)
+    statement = run.engine.statement(1e-5)
+    assert statement.label == "unsound as published"
+    assert "UNSOUND AS PUBLISHED" in statement.text.splitlines()[0]
+    assert not statement.price.is_bound and statement.price.accountant == "filter"
+    run.engine.detach()
+    assert run.engine.statement(1e-5).label == "unsound as published"  # the label outlives the run
+
+
+def test_a_limit_on_the_published_recipe_is_a_filter() -> None:
+    run = published()
+    run.engine.limit(1e7, 1e-5)
+    run.steps(2)
+    statement = run.engine.statement(1e-5)
+    assert statement.price.is_bound and statement.price.epsilon == 1e7  # only its size was fixed in advance
+    assert 0 < run.engine.get_epsilon(1e-5) < 1e7
+    late = published()
+    late.steps(1)
+    with pytest.raises(RuntimeError, match="before the first step"):
+        late.engine.limit(1e7, 1e-5)
+    small = published()
+    small.engine.limit(1.0, 1e-5)
+    with pytest.raises(BudgetExhausted):
+        small.steps(1)
+
+
+def test_the_published_recipe_needs_consent() -> None:
+    for guidance in (PCA(exponent=1.0, floor=0.0), "isotropic"):
+        with pytest.raises(ValueError, match=r"true ε is far above the claimed one.*unsound=True"):
+            training(mechanism="published", guidance=guidance)
+    with pytest.raises(ValueError, match="Poisson"):
+        training(mechanism="published", unsound=True, sampling="shuffle")
+    sound = training(unsound=True)  # consent alone changes nothing
+    assert mechanism(sound).mode == "ellipsoid"
+
+
+def test_guidance_for_unknown_parameters_is_refused() -> None:
+    class Wrong(PCA):
+        def geometry(self, released: Any) -> Any:
+            return {"nobody": identity((1,))}
+
+    with pytest.raises(ValueError, match="unknown parameters"):
+        training(guidance=Wrong())
