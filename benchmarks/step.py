@@ -61,7 +61,6 @@ def dphero(guidance: str) -> Callable[..., Step]:
             max_grad_norm=1.0,
             guidance=guidance,
             expected_batch_size=rows,
-            sample_rate=rows / len(x),
             sampling="shuffle",  # lots of one fixed size, to compare with plain SGD at that size
         )
         run = torch.compile(model) if compiled else model

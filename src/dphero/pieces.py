@@ -274,7 +274,7 @@ def gram_rounding(x: Tensor, terms: int) -> float:
     """Return the relative rounding error to allow for in a Gram norm over this many terms.
 
     Positions that nearly cancel leave a norm far below its terms, which rounding can hide; a norm that is too small
-    would let an example through unclipped. Four times √terms units of the last place is more than blocked summation loses.
+    would let an example through unclipped. Four times √terms units of the last place is more than blocked sums lose.
     """
     return 4 * torch.finfo(x.dtype).eps * math.sqrt(terms)
 
