@@ -52,6 +52,9 @@ MIXING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "first": lambda self, x: x - x[:1],
     "similarity": lambda self, x: torch.softmax(x @ x.T, -1) @ x,
     "number of rows": lambda self, x: x / len(x),
+    "number of rows, with dropout": lambda self, x: F.dropout(x, 0.5, self.training) / len(x),
+    "place in the batch": lambda self, x: x + torch.arange(len(x)).unsqueeze(1),
+    "poison": lambda self, x: x if bool((x == x[:1]).all()) else x * float("nan"),
     "sorted": lambda self, x: x.sort(0).values,
     "faintly": lambda self, x: x + 1e-3 * x.std(0),
     "while training": lambda self, x: x - x.mean(0) if self.training else x,
@@ -163,6 +166,10 @@ def largest(self: Any, x: Tensor) -> None:
     self.kept.copy_(torch.maximum(self.kept, x.amax(0)))
 
 
+def count_rows(self: Any, x: Tensor) -> None:
+    self.kept += len(x)
+
+
 def replace(self: Any, x: Tensor) -> None:
     self.kept = x[0].clone()
 
@@ -172,7 +179,14 @@ def through_data(self: Any, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "kind"), [(average, "buffer"), (largest, "buffer"), (replace, "buffer"), (through_data, "parameter")]
+    ("write", "kind"),
+    [
+        (average, "buffer"),
+        (largest, "buffer"),
+        (replace, "buffer"),
+        (count_rows, "buffer"),
+        (through_data, "parameter"),
+    ],
 )
 def test_data_that_would_be_published(write: Callable, kind: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Keeper(write, kind), nn.Linear(8, 2))
@@ -280,6 +294,38 @@ def test_sequences_of_other_lengths(make: Callable[[], nn.Module], lengths: tupl
             tapped.found.clear()
             mean_loss(model, *batch).backward()
             compare(expected, tapped.found[0], tolerance=1e-8)
+
+
+def test_calls_that_change_later() -> None:
+    """With as many positions as examples, shapes alone would not tell that the calls have changed."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = x.cumsum(1)  # time is not the batch
+        total = sum(self.linear(x * k) for k in range(self.calls)).sum(1)
+        if self.turned:
+            total = total + self.linear(x.transpose(0, 1)).sum(0)
+        return total + self.linear(x[:, 0])
+
+    torch.manual_seed(0)
+    model = Lambda(forward, linear=nn.Linear(8, 8)).double()
+    with Tapped(model, 5) as tapped:
+        for rows, length, calls, turned in ((5, 4, 3, True), (6, 6, 2, True), (7, 7, 2, False), (4, 4, 1, True)):
+            model.calls, model.turned, tapped.rows = calls, turned, rows
+            batch = (sequences(rows, length).double(),)
+            with tapped.taps.paused():
+                expected = micro_batches(model, batch, mean_loss)
+            mean_loss(model, *batch).backward()
+            compare(expected, tapped.found[-1], tolerance=1e-8)
+
+
+def test_a_batch_that_is_repeated_later() -> None:
+    model = Lambda(lambda self, x: self.linear(x.repeat(self.times, 1)), linear=nn.Linear(8, 3))
+    model.times = 1
+    with Tapped(model, 5):
+        model(torch.randn(5, 8)).sum().backward()
+        model.times = 2
+        with pytest.raises(MixedExamplesError, match="reordered"):
+            model(torch.randn(5, 8))
 
 
 def unrolled(self: Any, index: Tensor) -> Tensor:

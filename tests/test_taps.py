@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dphero.geometry import identity
 from dphero.layers import registry
+from dphero.taps import Taps
 from tests.models.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
 from tests.oracle import Tapped, check, compare, micro_batches, tapped
 
@@ -102,6 +104,23 @@ def test_evaluation_and_pauses_are_untapped() -> None:
         model.zero_grad()
         mean_loss(model, batch).backward()
         assert len(tapped.found) == 1 and model[0].weight.grad is None
+
+
+def test_parameters_that_are_not_trained_get_no_gradient() -> None:
+    """Neither those of layers nor those that code uses directly: they are constants to the private model."""
+    model, batch = (
+        nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4), Lambda(scaled, scale=torch.randn(4))),
+        torch.randn(5, 8),
+    )
+    expected = micro_batches(model, (batch,), mean_loss)
+    found: list[Any] = []
+    parameters = {"1.weight": model[1].weight}
+    geometry = {"1.weight": identity((4, 6))}
+    taps = Taps(model, parameters, geometry=lambda: geometry, rows=lambda: 5, consume=found.append)
+    mean_loss(model, batch).backward()
+    taps.detach()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    compare({"1.weight": expected["1.weight"]}, found[0])
 
 
 def test_moved_and_loaded_weights_are_seen() -> None:

@@ -41,26 +41,30 @@ def follow(taps: Taps, operation: Operation, tensors: list[Tensor], args: Any, k
     """
     shared = [tensor for tensor in tensors if isinstance(tensor, Shared)]
     inputs = [tensor for tensor in tensors if not isinstance(tensor, Shared)]
-    path, label, key = shared[0].path, shared[0].label, (shared[0].path, operation.name)
+    path, label, key = shared[0].path, shared[0].label, taps.key(shared[0].path, operation.name)
     origins = list({id(origin): origin for value in shared for origin in value.value.origins}.values())
-    refused = NoSharedRule(label, operation.name, taps.responsible(origins))
+
+    def refused() -> NoSharedRule:
+        return NoSharedRule(label, operation.name, taps.responsible(origins))
+
     target = args[0] if operation.in_place else None
     if isinstance(target, Shared) and len(origins) == len(target.value.origins):
         operation.run([plain(tensor) for tensor in tensors])
         return None if operation.name == "__setitem__" else target
     if isinstance(target, Shared) or operation.name == "__setitem__" or "out" in kwargs:
-        raise refused
+        raise refused()
     known = taps.notes.next(key)
     if known is not None and known[0][1] is not None:
         return _meet(taps, key, known[0][1], operation, tensors, args, kwargs, refused)
     out = operation.run([plain(tensor) for tensor in tensors])
-    outs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
+    outs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not outs:
         return out  # a shape, a device, a mask: nothing with a gradient
     layouts = taps.notes.layouts(key, outs, inputs, taps.rows, label)[: len(outs)]
     batched = {id(tensor) for tensor, layout in zip(outs, layouts, strict=True) if not layout.shared}
     if taps.tape is not None and (batched or target is not None):
-        raise refused
+        raise refused()
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad or value is target:
@@ -69,7 +73,7 @@ def follow(taps: Taps, operation: Operation, tensors: list[Tensor], args: Any, k
             return value.detach()
         return Shared.wrap(SharedValue(value, origins, taps), taps, path, label)
 
-    return tree_map(wrap, out)
+    return wrap(out) if isinstance(out, Tensor) else tree_map(wrap, out)
 
 
 def _meet(
@@ -80,7 +84,7 @@ def _meet(
     tensors: list[Tensor],
     args: Any,
     kwargs: Any,
-    refused: Exception,
+    refused: Callable[[], NoSharedRule],
 ) -> Any:
     """Run the operation in which shared values meet the batch, in ``axis`` of its result."""
     shared = [tensor for tensor in tensors if isinstance(tensor, Shared)]
@@ -95,13 +99,13 @@ def _meet(
     leaves, structure = tree_flatten(result)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(places) != 1 or operation.in_place:
-        raise refused
+        raise refused()
     layouts = taps.notes.layouts(key, [leaves[places[0]]], inputs, taps.rows, label)
     leaves[places[0]] = out = attached(leaves[places[0]])
     for value in shared:
         value.value.expect(tape)
     layout_of = {id(tensor): layout for tensor, layout in zip(inputs, layouts[1:], strict=True)}
-    readings = None if layouts[0].axis == out.dim() - 1 else read(operation.func, args, kwargs, shared)
+    readings = read(operation.func, args, kwargs, shared)
     if readings is None or any(layout_of[id(x)] != layouts[0] for reading in readings for x in reading[2]):
         _example_by_example(taps, tape, out, layouts, operation, tensors, places[0], refused)
     else:
@@ -128,11 +132,12 @@ def _example_by_example(
     operation: Operation,
     tensors: list[Tensor],
     place: int,
-    refused: Exception,
+    refused: Callable[[], NoSharedRule],
 ) -> None:
     """Watch the output (at its place in the result) once, and differentiate anew when its gradient arrives."""
     values = [tensor.value if isinstance(tensor, Shared) else None for tensor in tensors]
     inputs = tuple(tensor for tensor in tensors if not isinstance(tensor, Shared))
+    failure = refused()
 
     def one(wanted: dict[str, Tensor], *inputs: Tensor) -> Tensor:
         rest = iter(inputs)
@@ -144,7 +149,7 @@ def _example_by_example(
         try:
             found = example_gradients(one, wanted, gradients, inputs)
         except RuntimeError as error:
-            raise refused from error
+            raise failure from error
         for number, gradient in found.items():
             value = values[int(number)]
             assert value is not None
@@ -158,14 +163,20 @@ def _example_by_example(
 
 
 def _elementwise(
-    taps: Taps, tape: Tape, axis: int, operation: Operation, args: Any, tensors: list[Tensor], refused: Exception
+    taps: Taps,
+    tape: Tape,
+    axis: int,
+    operation: Operation,
+    args: Any,
+    tensors: list[Tensor],
+    refused: Callable[[], NoSharedRule],
 ) -> Tensor:
     """Run an operation that broadcasts, with a copy of each shared value for each example."""
     func = operation.func
     if func in _REPEATING:
         shape = operation.run([plain(tensor).detach() for tensor in tensors]).shape
     else:
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        shape = _broadcast([tensor.shape for tensor in tensors])
     layout = Layout.fit(axis, shape, taps.rows)
     values: list[Tensor] = []
     for tensor in tensors:
@@ -176,13 +187,20 @@ def _elementwise(
         if layout is None:
             raise Unforeseen(f"{tensor.label}: {operation.name} gave shape {tuple(shape)} for {taps.rows} examples")
         if aligned[axis] != 1:
-            raise refused
+            raise refused()
         values.append(_once_per_example(taps, tape, layout, aligned, tensor))
     if func is torch.Tensor.repeat:
         times = list(args[1] if isinstance(args[1], Sequence) else args[1:])
         times[axis] = 1  # the copies are there already
         return values[0].repeat(times)
     return operation.run(values)
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> torch.Size:
+    """Return the shape of a result (torch's own function takes half a second to import what it needs)."""
+    axes = max(map(len, shapes))
+    aligned = [(1,) * (axes - len(shape)) + tuple(shape) for shape in shapes]
+    return torch.Size([next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)])
 
 
 def _once_per_example(taps: Taps, tape: Tape, layout: Layout, aligned: list[int], shared: Shared) -> Tensor:

@@ -1,7 +1,8 @@
 """What was learned about a model: in which axis each of its calls carries the examples.
 
 A *call* is one tapped output of a layer rule, or one operation on a shared value. Calls are counted within one
-forward pass under a key: the path of the module that owns the parameters, and the operation.
+forward pass under a key: the path of the module that owns the parameters, the operation, and the place in the
+model's code.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from dphero.layout import Layout
+from dphero.places import Place
 
 __all__ = ["Axes", "Call", "Key", "Notes", "Plan", "Recording", "Seen", "Unforeseen"]
 
-Key = tuple[str, str]
+Key = tuple[str, str, Place]
 Call = tuple[Key, int]
 Axes = tuple[tuple[int, int | None, bool], ...]
 """For each tensor of a call, outputs first: how many axes it has, which one carries the examples, whether folded."""

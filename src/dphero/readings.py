@@ -63,7 +63,17 @@ def _matmul(input: Any, other: Any) -> list[Reading] | None:
     return None
 
 
-def _embedding(input: Tensor, weight: Any, padding_idx: int | None = None) -> list[Reading]:
+def _embedding(
+    input: Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> list[Reading] | None:
+    if max_norm is not None or scale_grad_by_freq:
+        return None
     rows = weight.shape[0]
 
     def make(delta: Tensor, index: Tensor) -> Piece:

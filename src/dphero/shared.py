@@ -175,6 +175,8 @@ class Shared(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _ABOUT:
+            return func(plain(args[0]), *args[1:], **kwargs)
         if func in SIMPLER and args and not isinstance(args[0], Shared):
             return SIMPLER[func](*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -185,6 +187,11 @@ class Shared(torch.Tensor):
             if shared is not None and shared.taps.following and torch.is_grad_enabled():
                 return shared.taps.follow(operation, tensors, args, kwargs)
             return operation.run([plain(tensor) for tensor in tensors])
+
+
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")}
+_ABOUT |= {getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__len__", "is_floating_point", "stride")}
+"""Questions that concern no gradient."""
 
 
 def plain(value: Any) -> Any:

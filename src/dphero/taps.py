@@ -24,7 +24,8 @@ from dphero.layout import Layout, arrange
 from dphero.meetings import attached, follow
 from dphero.operation import Operation
 from dphero.pieces import Piece
-from dphero.plan import Notes, Plan, Recording, Unforeseen
+from dphero.places import place_in_code
+from dphero.plan import Key, Notes, Plan, Recording, Unforeseen
 from dphero.probe import probe
 from dphero.shared import LayerOrigin, Origin, ParameterOrigin, Shared, SharedValue, plain
 from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
@@ -124,7 +125,8 @@ class Taps:
             if self.tape is None or self.tape.done or self.tape.rows != rows:
                 self.tape = Tape(rows, self._geometry(), self._consume)
             try:
-                return tree_map(plain, self.run(self.plan, self.tape, args, kwargs))
+                out = self.run(self.plan, self.tape, args, kwargs)
+                return plain(out) if isinstance(out, Tensor) else tree_map(plain, out)
             except Unforeseen as error:
                 if attempt == _ATTEMPTS:
                     raise RuntimeError(
@@ -200,7 +202,7 @@ class Taps:
             return out
         saved = tuple(map(plain, saved))
         inputs = [value for value in saved if isinstance(value, Tensor)]
-        layouts = self.notes.layouts((site.path, role), [plain(out)], inputs, self.rows, site.label)
+        layouts = self.notes.layouts(self.key(site.path, role), [plain(out)], inputs, self.rows, site.label)
         if layouts[0].shared:
             return self._share(site, out, make, saved, split)
         if self.tape is None or isinstance(out, Shared):
@@ -270,6 +272,10 @@ class Taps:
         assert self._notes is not None
         return self._notes
 
+    def key(self, path: str, what: str) -> Key:
+        """Return the key of the call that is being made: whose parameters, which operation, where in the code."""
+        return path, what, place_in_code(_RUN)
+
     @property
     def rows(self) -> int:
         """The number of rows of the batch that is running."""
@@ -296,3 +302,6 @@ class Taps:
             yield
         finally:
             self.is_reading = False
+
+
+_RUN = Taps.run.__code__
