@@ -296,24 +296,41 @@ def test_sequences_of_other_lengths(make: Callable[[], nn.Module], lengths: tupl
             compare(expected, tapped.found[0], tolerance=1e-8)
 
 
-def test_calls_that_change_later() -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [[(5, 4, 3, True), (6, 6, 2, True), (7, 7, 2, False), (4, 4, 1, True)], [(5, 4, 2, False), (6, 6, 0, True)]],
+)
+@pytest.mark.parametrize("way", ["in one place", "in several places", "in a function"])
+def test_calls_that_change_later(way: str, steps: list[tuple[int, int, int, bool]]) -> None:
     """With as many positions as examples, shapes alone would not tell that the calls have changed."""
+
+    def call(self: Any, x: Tensor) -> Tensor:
+        return self.linear(x)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = x.cumsum(1)  # time is not the batch
-        total = sum(self.linear(x * k) for k in range(self.calls)).sum(1)
-        if self.turned:
-            total = total + self.linear(x.transpose(0, 1)).sum(0)
-        return total + self.linear(x[:, 0])
+        inputs = [x[:, k] if steps[0][3] is False else x * k for k in range(self.calls)]
+        turned = [x.transpose(0, 1)] if self.turned else []
+        if way == "in one place":
+            outs = [self.linear(each) for each in inputs + turned]
+        elif way == "in several places":
+            outs = [self.linear(each) for each in inputs] + [self.linear(each) for each in turned]
+        else:
+            outs = [call(self, each) for each in inputs] + [call(self, each) for each in turned]
+        ends = [out.sum(0) for out in outs[len(inputs) :]]
+        starts = [out if out.dim() == 2 else out.sum(1) for out in outs[: len(inputs)]]
+        return sum(starts + ends) + 0 * x[:, 0]
 
     torch.manual_seed(0)
     model = Lambda(forward, linear=nn.Linear(8, 8)).double()
     with Tapped(model, 5) as tapped:
-        for rows, length, calls, turned in ((5, 4, 3, True), (6, 6, 2, True), (7, 7, 2, False), (4, 4, 1, True)):
+        for rows, length, calls, turned in steps:
             model.calls, model.turned, tapped.rows = calls, turned, rows
             batch = (sequences(rows, length).double(),)
             with tapped.taps.paused():
                 expected = micro_batches(model, batch, mean_loss)
+            if way == "in one place" and (rows, calls) == (4, 1):
+                continue  # as many calls, of the same shapes, from the same place: not to be told apart
             mean_loss(model, *batch).backward()
             compare(expected, tapped.found[-1], tolerance=1e-8)
 
@@ -384,10 +401,10 @@ def test_a_batch_that_is_not_the_loaders() -> None:
 def test_more_rows_than_the_loaders_after_the_examination(model: nn.Module) -> None:
     """Twice as many rows are not the same examples folded by two."""
     with Tapped(model, 5) as tapped:
-        model(torch.randn(5, 8)).sum().backward()
+        model(sequences(5, 3)).sum().backward()
         with pytest.raises(ValueError, match="batch of 5 examples"):
-            model(torch.randn(10, 8))
-        model(torch.randn(5, 8)).sum().backward()
+            model(sequences(10, 3))
+        model(sequences(5, 3)).sum().backward()
         assert len(tapped.found) == 2
 
 

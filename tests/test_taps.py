@@ -220,6 +220,7 @@ def test_a_layer_called_by_itself_is_refused() -> None:
             model[0](torch.randn(5, 8))
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -359,6 +360,7 @@ def test_packed_sequences_and_bags_by_offset_are_refused() -> None:
         tapped(bag, (torch.randint(0, 11, (5, 6)),), mean_loss)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
     with pytest.raises(ValueError, match="'0' is a scripted module"):
         Tapped(nn.Sequential(torch.jit.script(nn.Linear(8, 2))), 5)
@@ -395,6 +397,7 @@ def test_subclasses_that_compute_something_else_are_followed() -> None:
 # -- short formats -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:TF32")
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize("name", ["lenet", "resnet", "vit", "gpt", "lstm", "huggingface_conv1d", "lora"])
 def test_autocast(name: str, backward_inside: bool) -> None:
@@ -417,3 +420,13 @@ def test_autocast(name: str, backward_inside: bool) -> None:
     for name, norms in tapped.found[0].square_norms.items():
         assert norms.dtype == torch.float32 and norms.isfinite().all(), name
         assert tapped.found[0].pieces[name].weighted_sum(torch.ones_like(norms)).dtype == torch.float32, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_runs_eagerly_while_it_is_tapped() -> None:
+    model, batch = small(), (torch.randn(5, 8),)
+    expected = micro_batches(model, batch, mean_loss)
+    with Tapped(model, 5) as tapped:
+        mean_loss(torch.compile(model, backend="eager"), *batch).backward()
+    compare(expected, tapped.found[0])

@@ -20,7 +20,7 @@ from dphero.operation import Operation
 from dphero.pieces import Explicit, Piece
 from dphero.plan import Key, Unforeseen
 from dphero.readings import Reading, read
-from dphero.shared import NoSharedRule, Shared, SharedValue, plain
+from dphero.shared import NoSharedRule, ParameterOrigin, Shared, SharedValue, plain
 from dphero.tape import Tape
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def follow(taps: Taps, operation: Operation, tensors: list[Tensor], args: Any, k
     origins = list({id(origin): origin for value in shared for origin in value.value.origins}.values())
 
     def refused() -> NoSharedRule:
-        return NoSharedRule(label, operation.name, taps.responsible(origins))
+        site = taps.stack[-1] if taps.stack else None  # whose code this is
+        names = set(site.names.values()) if site is not None else set()
+        own = all(isinstance(origin, ParameterOrigin) and origin.name in names for origin in origins)
+        return NoSharedRule(label, operation.name, site if own else None)
 
     target = args[0] if operation.in_place else None
     if isinstance(target, Shared) and len(origins) == len(target.value.origins):

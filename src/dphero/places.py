@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
 __all__ = ["Place", "place_in_code"]
 
-Place = tuple[int, int] | None
-"""Which code, and where in it."""
+Place = tuple[int, ...]
+"""From the inside out: which code, and which line of it."""
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -23,20 +23,23 @@ _codes: dict[int, CodeType] = {}
 
 
 def place_in_code(outermost: CodeType) -> Place:
-    """Return the innermost place in code that is neither torch's nor the taps'; ``None`` where there is none.
+    """Return where we are in code that is neither torch's nor the taps': the calls that led here.
 
     Args:
         outermost: Where to stop looking.
     """
-    frame = sys._getframe(1)
+    place: list[int] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
-        name = frame.f_code.co_filename
-        internal = _internal.get(name)
+        code = frame.f_code
+        internal = _internal.get(code.co_filename)
         if internal is None:
+            name = code.co_filename
             internal = _internal[name] = name in _OURS or name.startswith((_TORCH, _RULES))
         if not internal:
-            number = id(frame.f_code)
-            _codes.setdefault(number, frame.f_code)
-            return number, frame.f_lasti
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+            number = id(code)
+            if number not in _codes:
+                _codes[number] = code
+            place += (number, frame.f_lineno)
+        frame = frame.f_back
+    return tuple(place)

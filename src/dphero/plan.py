@@ -2,7 +2,7 @@
 
 A *call* is one tapped output of a layer rule, or one operation on a shared value. Calls are counted within one
 forward pass under a key: the path of the module that owns the parameters, the operation, and the place in the
-model's code.
+model's code from which it is called.
 """
 
 from __future__ import annotations

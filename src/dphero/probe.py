@@ -137,8 +137,7 @@ class _Examination:
     def run(self) -> Plan:
         """Return the plan, or raise what stands against private training."""
         rows = self._batch.different_rows()
-        orders = (rows, rows[::-1])
-        mixed = [[order[i % len(rows)] for i in range(size)] for size, order in zip(_SIZES, orders, strict=True)]
+        mixed = [[rows[i % len(rows)] for i in range(size)] for size in _SIZES]
         for _ in range(_ROUNDS):
             try:
                 calls, small, large = self._settle(mixed)

@@ -27,7 +27,7 @@ from dphero.pieces import Piece
 from dphero.places import place_in_code
 from dphero.plan import Key, Notes, Plan, Recording, Unforeseen
 from dphero.probe import probe
-from dphero.shared import LayerOrigin, Origin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.shared import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
 from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
 from dphero.tape import GradientBatch, PieceMaker, Tape
 
@@ -50,6 +50,7 @@ class Taps:
     Attributes:
         plan: What was learned about where each call carries the examples.
         following: Whether a forward pass is being tapped.
+        stack: The sites that are running, one inside the other.
         is_paused: Whether the model runs untapped.
         is_reading: Whether gradients of shared values are being carried back to their parameters.
     """
@@ -69,7 +70,7 @@ class Taps:
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
         self._notes: Notes | None = None
-        self._stack: list[Site] = []
+        self.stack: list[Site] = []
         self._shared: dict[int, Shared] = {}
         self.sites = find_sites(module, parameters)
         self._names = {
@@ -147,14 +148,14 @@ class Taps:
             return out
         finally:
             self._notes, self.tape, self.following = *before, False
-            self._stack.clear()
+            self.stack.clear()
 
     def _site_forward(self, site: Site) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.following:
-                self._stack.append(site)
+                self.stack.append(site)
                 out = site.rule(Call(self, site), *args, **kwargs)
-                self._stack.pop()
+                self.stack.pop()
                 return out
             if not self._active:
                 return site.original(*args, **kwargs)
@@ -274,7 +275,7 @@ class Taps:
 
     def key(self, path: str, what: str) -> Key:
         """Return the key of the call that is being made: whose parameters, which operation, where in the code."""
-        return path, what, place_in_code(_RUN)
+        return path, what, place_in_code(Taps.run.__code__)
 
     @property
     def rows(self) -> int:
@@ -288,12 +289,6 @@ class Taps:
         """Run an operation on shared values."""
         return follow(self, operation, tensors, args, kwargs)
 
-    def responsible(self, origins: Sequence[Origin]) -> Site | None:
-        """Return the module whose code is running, if all these origins are its own parameters."""
-        site = self._stack[-1] if self._stack else None
-        own = set() if site is None else set(site.names.values())
-        return site if all(isinstance(o, ParameterOrigin) and o.name in own for o in origins) else None
-
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Carry gradients of shared values back to their parameters."""
@@ -302,6 +297,3 @@ class Taps:
             yield
         finally:
             self.is_reading = False
-
-
-_RUN = Taps.run.__code__

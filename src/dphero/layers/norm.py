@@ -50,6 +50,8 @@ def group_norm(call: Call, x: Tensor) -> Tensor:
     """Tap a group norm."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.float()  # what autocast does for group norms; the kernel below wants input and weight of one kind
     channels, groups = module.num_channels, module.num_groups
     size = (len(x), channels, prod(x.shape[2:]), groups)
     out, mean, inverse = torch.native_group_norm(
