@@ -275,3 +275,9 @@ def test_a_second_try_on_the_same_batch_after_an_error() -> None:
         break
     assert run.engine.ledger.steps == 1
     assert same(run.gradients(), reference.steps(1)[0])
+
+
+def test_the_published_recipe_with_adaptive_clipping_is_refused() -> None:
+    """Its count has noise of its own, which the price of the weakest direction does not cover."""
+    with pytest.raises(ValueError, match="cannot be priced"):
+        training(mechanism="published", unsound=True, clipping="adaptive")

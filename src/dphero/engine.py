@@ -157,6 +157,8 @@ class PrivacyEngine:
             whole("physical_batch_size", physical_batch_size)
         if mechanism == "published":
             _require_consent(unsound, sampling)
+            if clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
+                raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
         key = self._key(secure, seed)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         require_private_modules(module)
