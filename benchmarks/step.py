@@ -1,11 +1,16 @@
-"""What a private training step costs: ratio to plain SGD, interleaved in one process, and peak memory.
+"""What a private training step costs: time as a ratio to plain SGD, and peak memory.
 
-    python benchmarks/step.py --out benchmarks/results/step-cpu.json
-    python benchmarks/step.py --device cuda --models wrn-16-4 transformer --compile --out ...
+    python benchmarks/step.py --json benchmarks/results/step-cpu.json
+    python benchmarks/step.py --device cuda --models wrn-16-4 transformer --compile --json ...
 
-Every method takes the same steps on the same batches: draw a batch of a fixed size by index, forward, backward,
-step. Rounds alternate between the methods; a ratio is the median over rounds of (method / plain SGD) of that round.
-Memory is measured in a process of its own for each method.
+Every system takes the same kind of step: draw a batch of a fixed size by index, forward, backward, step. In each round
+every system, in random order, takes 10 steps, so that each round has one renewal of the guidance. A ratio is (system /
+plain SGD) of one round; reported are its median and its quartiles over the rounds. Opacus, which has nothing to renew,
+takes as many steps as fit in the time of plain SGD's, at least one, so that it does not stretch the run.
+
+Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
+memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
+the peak of torch's allocator over three steps after two others, above what was allocated before the first.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -31,7 +37,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 Step = Callable[[], None]
-DEFAULT_METHODS = ["plain", "dphero-isotropic", "dphero-pca", "opacus-ghost", "opacus-hooks"]
+
+_LONG = 1.0
+"""Seconds of plain SGD's part of a round beyond which there are few rounds."""
 
 
 def plain(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
@@ -42,6 +50,24 @@ def plain(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> 
         index = torch.randperm(len(x), device=x.device)[:rows]
         optimizer.zero_grad()
         F.cross_entropy(run(x[index]), y[index]).backward()
+        optimizer.step()
+
+    return step
+
+
+def plain_with_noise(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
+    """Plain SGD with one torch normal added to each entry of the gradient: what noise alone costs at least."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run = torch.compile(model) if compiled else model
+    noise = [torch.empty_like(parameter) for parameter in model.parameters()]
+
+    def step() -> None:
+        index = torch.randperm(len(x), device=x.device)[:rows]
+        optimizer.zero_grad()
+        F.cross_entropy(run(x[index]), y[index]).backward()
+        for parameter, room in zip(model.parameters(), noise, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.add_(room.normal_(0.0, 1.0 / rows))
         optimizer.step()
 
     return step
@@ -118,20 +144,21 @@ def opacus(mode: str) -> Callable[..., Step]:
     return make
 
 
-METHODS: dict[str, Callable[..., Step]] = {
+SYSTEMS: dict[str, Callable[..., Step]] = {
     "plain": plain,
-    "dphero-isotropic": dphero("isotropic"),
-    "dphero-pca": dphero("pca"),
+    "plain+noise": plain_with_noise,
+    "isotropic": dphero("isotropic"),
+    "pca": dphero("pca"),
     "opacus-ghost": opacus("ghost"),
     "opacus-hooks": opacus("hooks"),
 }
 
 
-def build(method: str, name: str, rows: int, device: str, compiled: bool) -> Step:
+def build(system: str, name: str, rows: int, device: str, compiled: bool) -> Step:
     torch.manual_seed(0)
     make_model, shape = MODELS[name]
     x, y = batch(shape, 4 * rows, device)
-    return METHODS[method](make_model().to(device), x, y, rows, compiled)
+    return SYSTEMS[system](make_model().to(device), x, y, rows, compiled)
 
 
 def wait(device: str) -> None:
@@ -139,36 +166,54 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def time_methods(name: str, rows: int, options: argparse.Namespace, methods: list[str]) -> dict[str, Any]:
-    steps = {method: build(method, name, rows, options.device, options.compile) for method in methods}
-    times: dict[str, list[float]] = {method: [] for method in methods}
-    for step in steps.values():
-        for _ in range(options.warmup):
-            step()
-    for _ in range(options.rounds):
-        for method, step in steps.items():
-            wait(options.device)
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                step()
-            wait(options.device)
-            times[method].append((time.perf_counter() - start) / options.steps)
+def timed(step: Step, steps: int, device: str, clock: Callable[[], float]) -> float:
+    """Return the seconds of one step, over some of them."""
+    wait(device)
+    start = clock()
+    for _ in range(steps):
+        step()
+    wait(device)
+    return (clock() - start) / steps
+
+
+def time_systems(name: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    shuffle = random.Random(0).shuffle
+    systems = ["plain", *(system for system in options.systems if system != "plain")]
+    made = {system: build(system, name, rows, options.device, options.compile) for system in systems}
+    for step in made.values():
+        step()  # the first step examines the model
+    seconds = {system: timed(step, 1, options.device, clock) for system, step in made.items()}
+    steps = dict.fromkeys(systems, options.steps)
+    for system in systems:
+        if system.startswith("opacus"):
+            steps[system] = max(1, min(options.steps, round(options.steps * seconds["plain"] / seconds[system])))
+        timed(made[system], min(options.warmup, steps[system]), options.device, clock)
+    rounds = options.rounds or (15 if options.steps * seconds["plain"] < _LONG else 5)
+    times: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}  # with plain SGD's of that round
+    for _ in range(rounds):
+        shuffle(systems)
+        found = {system: timed(made[system], steps[system], options.device, clock) for system in systems}
+        for system, value in found.items():
+            times[system].append((value, found["plain"]))
+    return {system: summary(pairs, steps[system]) for system, pairs in times.items()}
+
+
+def summary(pairs: list[tuple[float, float]], steps: int) -> dict[str, Any]:
+    ratios = [seconds / unit for seconds, unit in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {
-        method: {
-            "milliseconds": round(1e3 * statistics.median(values), 3),
-            "ratio": round(statistics.median(v / p for v, p in zip(values, times["plain"], strict=True)), 3),
-            "ratio_spread": [
-                round(q, 3)
-                for q in statistics.quantiles([v / p for v, p in zip(values, times["plain"], strict=True)], n=4)[::2]
-            ],
-        }
-        for method, values in times.items()
+        "milliseconds": round(1e3 * statistics.median(seconds for seconds, _ in pairs), 3),
+        "ratio": round(middle, 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "rounds": len(pairs),
+        "steps": steps,
     }
 
 
-def measure_memory(options: argparse.Namespace, method: str, name: str, rows: int) -> float:
-    """Return the peak memory in MiB of some steps of one method, above what was there before the first."""
-    command = [sys.executable, __file__, "--memory-of", method, "--models", name, "--rows", str(rows)]
+def measure_memory(options: argparse.Namespace, system: str, name: str, rows: int) -> float:
+    """Return the peak memory in MiB of some steps of one system, above what was there before the first."""
+    command = [sys.executable, __file__, "--memory-of", system, "--models", name, "--rows", str(rows)]
     command += ["--device", options.device, *(["--compile"] if options.compile else [])]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
     return float(out.stdout.strip().splitlines()[-1])
@@ -178,17 +223,17 @@ def memory_of(options: argparse.Namespace) -> None:
     name, rows = options.models[0], options.rows
     step = build(options.memory_of, name, rows, options.device, options.compile)
     if options.device == "cuda":
-        before = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         step()  # the first step also examines the model
         step()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(3):
             step()
-        print((torch.cuda.max_memory_allocated() - before) / 2**20)
+        print((torch.cuda.max_memory_allocated() - allocated) / 2**20)
         return
     Path("/proc/self/clear_refs").write_text("5")  # start the kernel's high-water mark anew
     before = resident("VmRSS")
-    for _ in range(4):
+    for _ in range(2 if options.memory_of == "opacus-hooks" else 6):
         step()
     print(resident("VmHWM") - before)
 
@@ -199,20 +244,25 @@ def resident(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**10
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="+", default=["lenet", "cifar-cnn", "mlp"], choices=list(MODELS))
-    parser.add_argument("--methods", nargs="+", default=DEFAULT_METHODS, choices=list(METHODS))
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
     parser.add_argument("--rows", type=int, default=256, help="examples per batch (the transformer takes a quarter)")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, help="15 if not given, 5 where plain SGD's 10 steps take above a second")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a round; a multiple of 10 is fair to guidance")
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--cpu-time", action="store_true", help="the process's CPU time: for a machine that is shared")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
     if options.memory_of:
         memory_of(options)
         return
@@ -220,25 +270,21 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
+        "clock": "cpu" if options.cpu_time else "wall",
         "compile": options.compile,
         "models": {},
     }
     for name in options.models:
         rows = options.rows // 4 if name == "transformer" else options.rows
-        # a method that is several times slower would only stretch the rounds: it is timed in a run of its own
-        quick = [m for m in options.methods if not m.startswith("opacus-hooks")]
-        found = time_methods(name, rows, options, quick)
-        if "opacus-hooks" in options.methods:
-            found["opacus-hooks"] = time_methods(name, rows, options, ["plain", "opacus-hooks"])["opacus-hooks"]
-        for method, values in found.items():
+        found = time_systems(name, rows, options)
+        for system, values in found.items():
             if not options.no_memory:
-                values["peak_mib"] = round(measure_memory(options, method, name, rows), 1)
-        report["models"][name] = {"rows": rows, "methods": found}
-        for method, values in found.items():
-            print(f"{name:12s} {method:17s} " + "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+                values["peak_mib"] = round(measure_memory(options, system, name, rows), 1)
+            print(f"{name:12s} {system:12s} " + "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)
+        report["models"][name] = {"rows": rows, "systems": found}
+        if options.json:  # after each model: nothing is lost if a later one is interrupted
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"guidance": PCA(floor=0.0), "module": nn.Linear(6, 9), "mechanism": "published", "unsound": True},
         "rank deficient.*no privacy",
     ),
+    "bare": ({"guidance": PCA(exponent=1.0, floor=0.0, bare=True), "module": nn.Linear(6, 9)}, "without noise"),
     "no consent": ({"mechanism": "published"}, "unsound=True"),
     "no module": ({"module": "net", "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "torch.nn.Module"),
 }

@@ -232,6 +232,39 @@ def test_coloured_noise_has_the_covariance_it_claims(side: str) -> None:
     assert deviation(z) > limit
 
 
+@pytest.mark.parametrize("shape, side", [((6, 5), "left"), ((6, 2, 2), "right"), ((6,), "left")], ids=str)
+def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, ...], side: str) -> None:
+    """`disperse_` is linear in two independent normals: their images' squares must add up to A A^T, exactly."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    size = rows if side == "left" else columns
+    factor = LowRank(basis(size, 2, 1, torch.float64), torch.tensor([0.9, 2.5], dtype=torch.float64), 0.7)
+    geometry = Geometry(shape, **{side: factor})
+    further = geometry.further(torch.float64)
+    assert further == ((2, columns) if side == "left" else (rows, 2))
+    images = []
+    for total, place in ((rows * columns, 0), (math.prod(further), 1)):
+        for unit in torch.eye(total, dtype=torch.float64):
+            normals = [torch.zeros(shape, dtype=torch.float64), torch.zeros(further, dtype=torch.float64)]
+            normals[place].view(-1).copy_(unit)
+            geometry.disperse_(*normals)
+            images.append(normals[0].flatten())
+    coloured = torch.stack([geometry.colour(unit.view(shape)).flatten() for unit in torch.eye(rows * columns).double()])
+    torch.testing.assert_close(torch.stack(images).mT @ torch.stack(images), coloured.mT @ coloured)
+
+
+def test_noise_is_coloured_where_it_cannot_be_dispersed() -> None:
+    """Where a direction gets less noise than the rest, in another precision, and on both sides."""
+    wide = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.9, 2.5]), 0.7)
+    narrow = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.6, 2.5]), 0.7)
+    assert Geometry((6, 6), left=wide).further(torch.float32) == (2, 6)
+    assert Geometry((6, 6), left=narrow).further(torch.float32) is None
+    assert Geometry((6, 6), left=wide).further(torch.float64) is None
+    assert Geometry((6, 6), left=wide, right=wide).further(torch.float32) is None
+    assert Geometry((2, 3), flat=wide).further(torch.float32) is None
+    assert identity((6, 6)).further(torch.float32) is None
+    assert Geometry((6, 6), left=Diagonal(torch.ones(6))).further(torch.float32) is None
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right", "both", "flat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_round_trip_is_bitwise(kind: str, side: str) -> None:

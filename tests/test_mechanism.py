@@ -50,6 +50,8 @@ SHAPED: list[tuple[str, Any]] = [
     ("ellipsoid", PCA(exponent=0.5, floor=0.05)),
     ("ellipsoid", PCA(exponent=1.0, floor=0.1, side="both", scope="model")),
     ("ball", PCA(exponent=0.5, floor=0.05)),
+    ("ellipsoid", PCA(exponent=0.5, floor=0.05, solver="subspace", components=3)),
+    ("ellipsoid", PCA(exponent=-0.5, floor=0.05, solver="subspace", components=3, refresh_every=2)),
     ("ellipsoid", History(refresh_every=1, exponent=0.5)),
     ("ellipsoid", History("full", refresh_every=2, exponent=0.5)),
     ("ball", History.geoclip(refresh_every=1)),
@@ -114,6 +116,14 @@ def test_the_directions_are_those_of_the_geometry() -> None:
     a = shape.left.colour(torch.eye(24, dtype=torch.float64))
     assert score(a) == pytest.approx(1, abs=4 * math.sqrt(2 / 276))
     assert score(a.flip(0).flip(1)) > 10  # the same scales along other directions
+
+
+def test_low_rank_noise_takes_the_short_way_and_the_long_one() -> None:
+    """So that the law above is tested on both."""
+    for exponent, short in ((0.5, True), (-0.5, False)):
+        guidance = PCA(exponent=exponent, floor=0.05, solver="subspace", components=3)
+        shape = mechanism(training(wide(), guidance=guidance)).noise_geometry["2.weight"]
+        assert (shape.further(torch.float32) is not None) == short
 
 
 def test_ball_noise_covers_every_direction() -> None:

@@ -29,6 +29,7 @@ from dphero.accounting import (
     Event,
     Ledger,
     PoissonGaussian,
+    Price,
     ShuffledGaussian,
     Statement,
     calibrate_noise_multiplier,
@@ -111,6 +112,7 @@ class PrivacyEngine:
         secure: bool = False,
         seed: int | None = None,
         unsound: bool = False,
+        cuda_graphs: bool = False,
     ) -> tuple[nn.Module, Optimizers, PrivateLoader]:
         """Attach private training to a module, its optimizer and its data.
 
@@ -138,6 +140,9 @@ class PrivacyEngine:
                 replayed, not even on resume.
             seed: Makes the run repeatable; the guarantee then holds only while the seed is secret.
             unsound: Consent to run ``mechanism="published"``.
+            cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
+                up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
+                recording is made, so ``forward`` must do the same for every batch of one shape.
 
         Returns:
             The module, the optimizer (both the very objects that were given) and the private loader.
@@ -212,6 +217,7 @@ class PrivacyEngine:
             lots=lots,
             sampler=sampler,
             loss_reduction=loss_reduction,
+            cuda_graphs=cuda_graphs,
         )
         if seed is not None:
             self._seeds.add(seed)
@@ -333,8 +339,12 @@ class PrivacyEngine:
             accountant: Instead of the engine's own.
             coarse: A quicker, slightly larger, still valid bound, for live displays.
         """
+        return self.price(delta, accountant=accountant, coarse=coarse).epsilon
+
+    def price(self, delta: float, *, accountant: str | None = None, coarse: bool = False) -> Price:
+        """Return ε at δ of what was released so far, with what it is a bound for; arguments as :meth:`get_epsilon`."""
         order = self._filter.filter_order if self._filter else DEFAULT_FILTER_ORDER
-        return price(self.ledger, delta, accountant or self._accountant, coarse=coarse, filter_order=order).epsilon
+        return price(self.ledger, delta, accountant or self._accountant, coarse=coarse, filter_order=order)
 
     def statement(self, delta: float, *, unit: str = "one training example") -> Statement:
         """Return, in plain words, what is protected, at what price, and what is not covered."""

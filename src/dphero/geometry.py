@@ -96,6 +96,26 @@ class Geometry:
             if self.right is not None:
                 self.right.colour_(matrix)
 
+    def further(self, dtype: torch.dtype) -> tuple[int, int] | None:
+        """Returns the shape of the further normals with which `disperse_` is cheaper than `colour_`, else None."""
+        if self.flat is not None or (self.left is None) == (self.right is None):
+            return None
+        if self.left is not None:
+            wanted = self.left.further(dtype)
+            return (wanted, self.columns) if wanted else None
+        assert self.right is not None
+        wanted = self.right.further(dtype)
+        return (self.rows, wanted) if wanted else None
+
+    def disperse_(self, z: Tensor, further: Tensor) -> None:
+        """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals."""
+        matrix = z.view(self.rows, self.columns)
+        if self.left is not None:
+            self.left.disperse_(matrix, further, axis=-2)
+        else:
+            assert self.right is not None
+            self.right.disperse_(matrix, further)
+
     def square_norm(self, g: Tensor) -> Tensor:
         """Returns ||A^-1 g||^2 for each index of the batch axes, at least in float32."""
         matrix = self._matrix(g)

@@ -74,48 +74,46 @@ class LotSum:
         if real == 0 or not batch.pieces:
             return
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
-        stacked = torch.stack(list(batch.square_norms.values()))[:, :real] * (scale * slack) ** 2
+        stacked = batch.stacked_norms()[:, :real] * (scale * slack) ** 2
         stacked.clamp_(min=0)  # a square below zero by rounding would make a weight of NaN
         finite = stacked.sum(0).isfinite()
         keep = None
         if real < batch.rows:
             keep = torch.arange(batch.rows, device=finite.device) < real
-        # The sums are formed as if all were finite. Whether they are is asked last: on a GPU the answer waits for all
-        # that was asked before.
-        clipped = self._clip(batch, stacked, keep, scale)
-        bad = self._note(stacked, finite, clipped[0], real)
+        # The sums are formed as if all were finite. Whether they are is known before: on a GPU, reading the answer then
+        # waits for the norms alone, and the sums are computed while Python goes on.
+        squares, weights = self._weigh(batch, stacked)
+        reading = _Reading(_numbers(stacked, finite, weights))
+        sums = self._sum(batch, weights, keep, scale)
+        bad = self._note(reading, real)
         if bad == real:
             return
         if bad:
             keep = torch.zeros(batch.rows, dtype=torch.bool, device=finite.device)
             keep[:real] = finite
-            clipped = self._clip(batch, stacked[:, finite], keep, scale)
-        _, sums, count = clipped
+            squares, weights = self._weigh(batch, stacked[:, finite])
+            sums = self._sum(batch, weights, keep, scale)
         for name, part in sums.items():
             self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
+        count = self._clipping.observe(squares)
         if count is not None:
             assert self.count is not None
             self.count = self.count.to(count.device) + count
 
-    def _clip(
-        self, batch: GradientBatch, stacked: Tensor, keep: Tensor | None, scale: float
-    ) -> tuple[Mapping[str, Tensor], dict[str, Tensor], Tensor | None]:
-        """Return the weights, the clipped sums and the count of the examples in ``keep`` (``None``: of all)."""
+    def _weigh(self, batch: GradientBatch, stacked: Tensor) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+        """Return ‖w_i‖² and the weights of some examples, by parameter."""
         squares = dict(zip(batch.square_norms, stacked.unbind(0), strict=True))
-        weights = self._clipping.weights(squares)
-        scaled = _map(weights, lambda values: values * scale)
-        sums = {
-            name: (piece if keep is None else piece.take(keep)).weighted_sum(scaled[name])
-            for name, piece in batch.pieces.items()
-        }
-        return weights, sums, self._clipping.observe(squares)
+        return squares, self._clipping.weights(squares)
 
-    def _note(self, stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor], real: int) -> int:
-        """Bring the diagnostics up to date; return how many gradients are not finite. One wait for the device."""
-        shrunk = torch.stack(list({id(values): values for values in weights.values()}.values())).amin(0) < 1
-        norms = torch.where(finite, stacked.sum(0), 0).sqrt()
-        numbers = torch.stack([finite.sum(), (shrunk & finite).sum(), norms.sum()]).to(torch.float64)
-        good, clipped, norm = numbers.tolist()
+    def _sum(
+        self, batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, scale: float
+    ) -> dict[str, Tensor]:
+        """Return the clipped sums over the examples in ``keep`` (``None``: over all)."""
+        return batch.weighted_sums(_map(weights, lambda values: values * scale), keep)
+
+    def _note(self, reading: _Reading, real: int) -> int:
+        """Bring the diagnostics up to date; return how many gradients are not finite."""
+        good, clipped, norm = reading.values()
         self._finite, self._norms = self._finite + good, self._norms + norm
         seen = self.diagnostics
         self.diagnostics = Diagnostics(
@@ -125,6 +123,31 @@ class LotSum:
             mean_norm=self._norms / max(self._finite, 1.0),
         )
         return real - int(good)
+
+
+class _Reading:
+    """Numbers on their way from the device."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def values(self) -> list[float]:
+        """Wait for them, but for nothing that was asked of the device since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
+
+
+def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return how many gradients are finite, how many of these are scaled down, and the sum of their norms."""
+    distinct = list({id(values): values for values in weights.values()}.values())
+    least = distinct[0] if len(distinct) == 1 else torch.stack(distinct).amin(0)
+    norms = torch.where(finite, stacked.sum(0), 0).sqrt()
+    return torch.stack([finite, (least < 1) & finite, norms]).sum(1, dtype=torch.float64)
 
 
 def _map(weights: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

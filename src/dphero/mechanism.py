@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from dphero.accounting import Budget, Event, Ledger
+from dphero.accounting import Budget, Event, Ledger, NoNoise
 from dphero.clipping import Clipping
 from dphero.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Released
@@ -98,6 +99,8 @@ class Mechanism:
         if unknown:
             raise ValueError(f"guidance returned a geometry for unknown parameters {sorted(unknown)}")
         geometry = {**self._identity, **found}
+        if self.mode != "published" and any(shape.smallest == 0 for shape in geometry.values()):
+            raise ValueError("guidance leaves directions without noise, which gives no privacy: give it a floor")
         if self.mode == "ball":
             smallest = min(shape.smallest for shape in geometry.values())
             geometry = {name: shape.scaled(1 / smallest) for name, shape in geometry.items()}
@@ -136,6 +139,8 @@ class Mechanism:
         multiplier = self.noise_multiplier
         if self.mode == "published":
             multiplier *= min(shape.smallest for shape in self._geometry.values())
+            if multiplier == 0:  # some direction gets no noise at all
+                return NoNoise()
         return self._event(multiplier)
 
     def check_budget(self) -> None:
@@ -167,9 +172,12 @@ class Mechanism:
         flat, gradients = self._room()
         query = [] if count is None else [torch.empty((), dtype=torch.float64)]
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
-        self.noise.fill([*flat, *query], scale, self.releases)
+        further = self._further(gradients)
+        self.noise.fill([*flat, *further.values(), *query], scale, self.releases)
         for name, noise in gradients.items():
-            if not self.noise_geometry[name].is_identity:
+            if name in further:
+                self.noise_geometry[name].disperse_(noise, further[name])
+            elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
         named = [name for name in gradients if name in sums]
         if named:
@@ -185,6 +193,11 @@ class Mechanism:
             noise_on_count = self.clipping.count_noise * float(query[0]) / scale
             self.clipping.adapt(float(count) + noise_on_count, self.expected_lot)
         return gradients
+
+    def _further(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return room for the further normals that some geometries shape their noise with."""
+        shapes = {name: self.noise_geometry[name].further(gradient.dtype) for name, gradient in gradients.items()}
+        return {name: gradients[name].new_empty(shape) for name, shape in shapes.items() if shape is not None}
 
     def _room(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return room for every gradient, and the long pieces of memory (one a device and type) it is cut from."""
@@ -229,7 +242,9 @@ class Mechanism:
         self.releases, self._renewed_at = int(state["releases"]), int(state["renewed_at"])
         self.noise.load_state_dict(state["noise"])
         self.clipping.load_state_dict(state["clipping"])
-        self.guidance.load_state_dict(state["guidance"])
+        device = next(iter(self._parameters.values())).device  # checkpoints are read to the CPU
+        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (state["guidance"], state["geometry"]))
+        self.guidance.load_state_dict(moved[0])
         self.ledger = Ledger.from_json(state["ledger"])
-        geometry = {name: Geometry.from_state(shape) for name, shape in state["geometry"].items()}
+        geometry = {name: Geometry.from_state(shape) for name, shape in moved[1].items()}
         self._geometry = {**self._identity, **geometry}

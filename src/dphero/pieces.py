@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from torch import Tensor
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 
-__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "gram_rounding", "pool", "products_in", "rounding"]
+__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "gram_rounding", "products_in", "rounding"]
 
 
 class Piece(ABC):
@@ -335,64 +334,6 @@ def combine(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces[1:]:
         total += piece.instantiate().reshape(total.shape)
     return Explicit(total)
-
-
-class _Pooled(Piece):
-    """A slice of many small explicit gradients that are handled as one."""
-
-    def __init__(self, pool: _Pool, columns: slice, shape: torch.Size) -> None:
-        self._pool, self._columns, self.shape = pool, columns, shape
-
-    def instantiate(self) -> Tensor:
-        return self._pool.gradients[:, self._columns].reshape(len(self._pool.gradients), *self.shape)
-
-    def square_norms(self, geometry: Geometry) -> Tensor:
-        return Explicit(self.instantiate()).square_norms(geometry)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._pool.weighted_sum(weights)[self._columns].reshape(self.shape)
-
-    def take(self, keep: Tensor) -> Piece:
-        return Explicit(self.instantiate()[keep])
-
-
-class _Pool:
-    def __init__(self, gradients: Tensor) -> None:
-        self.gradients = gradients
-        self._sum: tuple[Tensor, Tensor] | None = None
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        if self._sum is None or self._sum[0] is not weights:
-            self._sum = (weights, weights.to(self.gradients.dtype) @ self.gradients)
-        return self._sum[1]
-
-
-def pool(gradients: Mapping[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
-    """Handle many small per-example gradients together: a few operations instead of a few for each.
-
-    Args:
-        gradients: Name to per-example gradients of shape ``(n, *shape)``.
-
-    Returns:
-        Name to (piece, ‖g_i‖²).
-    """
-    flat = [_flat(value) for value in gradients.values()]
-    joined = torch.cat(flat, 1)
-    widths = [part.shape[1] for part in flat]
-    squares = joined.new_zeros(len(widths), len(joined))
-    squares.index_add_(0, _owners(tuple(widths), joined.device), joined.square().T)
-    shared, start = _Pool(joined), 0
-    found: dict[str, tuple[Piece, Tensor]] = {}
-    for (name, value), width, norms in zip(gradients.items(), widths, squares.unbind(0), strict=True):
-        found[name] = (_Pooled(shared, slice(start, start + width), value.shape[1:]), norms)
-        start += width
-    return found
-
-
-@cache
-def _owners(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return which of several parts, side by side, each column belongs to."""
-    return torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths)).to(device)
 
 
 def _join(x: Tensor, fold: int) -> Tensor:

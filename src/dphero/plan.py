@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from dphero.layout import Layout
 from dphero.places import Place
@@ -25,6 +24,10 @@ Key = tuple[str, str, Place]
 Call = tuple[Key, int]
 Axes = tuple[tuple[int, int | None, bool], ...]
 """For each tensor of a call, outputs first: how many axes it has, which one carries the examples, whether folded."""
+
+
+_MOST_ANSWERS = 1 << 14
+"""How many layouts are remembered, of calls at various batch sizes."""
 
 
 class Unforeseen(RuntimeError):
@@ -73,6 +76,7 @@ class Plan:
         self._known: dict[Key, list[Axes]] = {}
         for (key, _), axes in calls.items():
             self._known.setdefault(key, []).append(axes)
+        self._answers: dict[tuple[Axes | None, tuple[torch.Size, ...], int], list[Layout]] = {}
         self._varied = {key: len(axes) for key, axes in self._known.items() if len(set(axes)) > 1}
 
     def joined(self, other: Plan) -> Plan:
@@ -82,17 +86,15 @@ class Plan:
         arguments = [pair for pair in self.arguments if pair not in other.arguments] + other.arguments
         return Plan(calls | other.calls, arguments, self.examples_independent and other.examples_independent)
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> bool:
-        """Tell whether these arguments carry the examples where earlier ones did."""
-        leaves, structure = tree_flatten((args, kwargs))
-        return any(
-            structure == known
-            and all(
+    def axes(self, structure: Any, leaves: Sequence[Any], rows: int) -> Sequence[int | None] | None:
+        """Return where these arguments carry the examples, if they do so as earlier ones did."""
+        for known, axes in self.arguments:
+            if structure == known and all(
                 axis is None or (isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == rows)
                 for leaf, axis in zip(leaves, axes, strict=True)
-            )
-            for known, axes in self.arguments
-        )
+            ):
+                return axes
+        return None
 
     def begin(self) -> None:
         self._counter.clear()
@@ -113,23 +115,34 @@ class Plan:
     def layouts(
         self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
     ) -> list[Layout]:
-        axes, tensors = self.next(key), [*outputs, *inputs]
+        shapes = tuple([tensor.shape for tensor in (*outputs, *inputs)])
+        axes = self.next(key)
         self._counter[key] += 1
-        if axes is None or len(axes) != len(tensors):
-            raise Unforeseen(f"{label} made a call ({key[1] or 'forward'}) that it had not made when it was examined")
-        fits = [
-            Layout.fit(axis, tensor.shape, rows) if tensor.dim() == dimensions else None
-            for (dimensions, axis, _), tensor in zip(axes, tensors, strict=True)
-        ]
-        layouts = [
-            layout
-            for layout, (_, _, folded) in zip(fits, axes, strict=True)
-            if layout is not None and (folded or layout.fold == 1)
-        ]
-        if len(layouts) < len(fits):
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            raise Unforeseen(f"{label}: shapes {shapes} do not carry {rows} examples where they did before")
-        return layouts
+        question = (axes, shapes, rows)
+        found = self._answers.get(question)
+        if found is None:
+            if len(self._answers) >= _MOST_ANSWERS:
+                self._answers.clear()
+            found = self._answers[question] = _fit(*question, f"{label} ({key[1] or 'forward'})")
+        return found
+
+
+def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) -> list[Layout]:
+    """Return where tensors of these shapes carry the examples, if they do so in these axes."""
+    if axes is None or len(axes) != len(shapes):
+        raise Unforeseen(f"{call} made a call that it had not made when it was examined")
+    fits = [
+        Layout.fit(axis, shape, rows) if len(shape) == dimensions else None
+        for (dimensions, axis, _), shape in zip(axes, shapes, strict=True)
+    ]
+    layouts = [
+        layout
+        for layout, (_, _, folded) in zip(fits, axes, strict=True)
+        if layout is not None and (folded or layout.fold == 1)
+    ]
+    if len(layouts) < len(fits):
+        raise Unforeseen(f"{call}: shapes {[*map(tuple, shapes)]} do not carry {rows} examples where they did before")
+    return layouts
 
 
 @dataclass

@@ -47,6 +47,7 @@ class Run:
         lots: Lots,
         sampler: Sampler,
         loss_reduction: Literal["mean", "sum"],
+        cuda_graphs: bool = False,
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
@@ -57,6 +58,7 @@ class Run:
             geometry=lambda: mechanism.norm_geometry,
             rows=self._rows,
             consume=self._consume,
+            cuda_graphs=cuda_graphs,
         )
         self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self._names = {id(parameter): name for name, parameter in parameters.items()}

@@ -35,6 +35,7 @@ class Site:
         parameters: Local name to parameter.
         rule: What computes and taps its output.
         original: Its own ``forward``.
+        memory: What its rule keeps from one batch to the next; it goes when the model is no longer private.
     """
 
     def __init__(self, path: str, module: nn.Module, slots: dict[str, Slot], name_of: Mapping[int, str]) -> None:
@@ -43,6 +44,7 @@ class Site:
         self.names = {local: name_of[id(parameter)] for local, parameter in self.parameters.items()}
         self.rule: Rule = find_rule(module)
         self.original = module.forward
+        self.memory: dict[str, Any] = {}
 
     @property
     def label(self) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dphero.geometry import Geometry
-from dphero.layout import Layout
-from dphero.pieces import Explicit, Piece, combine, pool
+from dphero.pieces import Explicit, Piece, combine
+from dphero.pooling import pool
 
 __all__ = ["GradientBatch", "PieceMaker", "Tape"]
 
@@ -38,12 +38,29 @@ class GradientBatch:
     pieces: dict[str, Piece]
     square_norms: dict[str, Tensor]
 
+    def stacked_norms(self) -> Tensor:
+        """Return the square norms of all parameters, in their order, of shape ``(parameters, n)``."""
+        return torch.stack(list(self.square_norms.values()))
+
+    def weighted_sums(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> dict[str, Tensor]:
+        """Return Σ_i weights_i g_i of each parameter, over the examples that ``keep`` names (``None``: over all)."""
+        return {
+            name: (piece if keep is None else piece.take(keep)).weighted_sum(weights[name])
+            for name, piece in self.pieces.items()
+        }
+
 
 class Tape:
     """Collects pieces while autograd runs, and hands them over when it has finished.
 
     Norms are taken as soon as an output gradient arrives, so that a layer whose per-example gradient is
     formed frees its input and output gradient at once. Parameters with several calls wait for the end.
+
+    Args:
+        rows: Number of examples.
+        geometry: Name to geometry in which norms are taken.
+        consume: Receives all gradients at the end of the backward pass.
+        replayed: Whether they come from a recording (:mod:`dphero.graphs`), all at once.
     """
 
     def __init__(
@@ -51,8 +68,11 @@ class Tape:
         rows: int,
         geometry: Mapping[str, Geometry],
         consume: Callable[[GradientBatch], None],
+        *,
+        replayed: bool = False,
     ) -> None:
         self.rows = rows
+        self.replayed = replayed
         self.running = False
         self.done = False
         self._geometry = geometry
@@ -62,19 +82,20 @@ class Tape:
         self._ready: dict[str, tuple[Piece, Tensor]] = {}
         self._small: dict[str, Tensor] = {}
         self._late: list[Callable[[], None]] = []
+        self._whole: GradientBatch | None = None
 
-    def expect(self, names: Iterable[str], *, several: bool = False) -> None:
-        """Announce, in the forward pass, that a call will deliver a piece (or several) for these parameters."""
+    def expect(self, names: Iterable[str]) -> None:
+        """Announce, in the forward pass, that a call will deliver a piece for each of these parameters."""
         for name in names:
-            self._expected[name] += 2 if several else 1
+            self._expected[name] += 1
 
     def watch(
-        self, out: Tensor, layout: Layout, names: dict[str, str], make: PieceMaker, saved: tuple[Any, ...], label: str
+        self, out: Tensor, names: Mapping[str, str], make: PieceMaker, saved: tuple[Any, ...], label: str
     ) -> None:
         """Ask autograd for the gradient of ``out``; its pieces go to the parameters in ``names``."""
-        versions = [tensor._version for tensor in saved if isinstance(tensor, Tensor)]
         # given away on arrival, since the hook itself lives as long as the user holds the loss
-        held = [tuple(tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in saved)]
+        held = [tuple([tensor.detach() if isinstance(tensor, Tensor) else tensor for tensor in saved])]
+        versions = [tensor._version for tensor in held[0] if isinstance(tensor, Tensor)]
         self.expect(names.values())
 
         def arrive(gradient: Tensor) -> None:
@@ -86,10 +107,9 @@ class Tape:
                     "would be wrong. Use the out-of-place form of that operation."
                 )
             with _exactly():
-                rows = [layout.rows(tensor) if isinstance(tensor, Tensor) else tensor for tensor in kept]
-                for local, piece in make(layout.rows(gradient), *rows).items():
+                for local, piece in make(gradient, *kept).items():
                     if local in names:
-                        self.deliver(names[local], piece.folded(layout.fold))
+                        self.deliver(names[local], piece)
 
         out.register_hook(arrive)
 
@@ -118,6 +138,11 @@ class Tape:
         else:
             self._ready[name] = (piece, piece.square_norms(geometry))
 
+    def settle(self, batch: GradientBatch) -> None:
+        """Take all gradients at once, from a recording of this pass."""
+        assert self.replayed and not self._ready and not self._arrived
+        self._whole = batch
+
     def defer(self, work: Callable[[], None]) -> None:
         """Do ``work`` when autograd has finished; it may deliver further pieces."""
         self._late.append(work)
@@ -133,20 +158,24 @@ class Tape:
         ready, self._ready, self._small = self._ready, {}, {}
         self._arrived.clear()
         self.done = True
-        batch = GradientBatch(
-            self.rows,
-            {name: piece for name, (piece, _) in ready.items()},
-            {name: norms for name, (_, norms) in ready.items()},
-        )
+        batch, self._whole = self._whole, None
+        if batch is None:
+            batch = GradientBatch(
+                self.rows,
+                {name: piece for name, (piece, _) in ready.items()},
+                {name: norms for name, (_, norms) in ready.items()},
+            )
         with _exactly():
             self._consume(batch)
 
 
-@contextmanager
-def _exactly() -> Iterator[None]:
+def _exactly() -> AbstractContextManager[Any]:
     """Compute without a graph, and in full precision even inside the user's autocast: norm and sum must agree."""
-    with torch.no_grad(), ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    shorter = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not shorter:
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    for device in shorter:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

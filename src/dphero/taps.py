@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from dphero.geometry import Geometry
+from dphero.graphs import Graphs
 from dphero.layout import Layout, arrange
 from dphero.meetings import attached, follow
 from dphero.operation import Operation
@@ -46,6 +47,7 @@ class Taps:
         geometry: Name to geometry in which norms are taken; read anew for each batch.
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
+        cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`).
 
     Attributes:
         plan: What was learned about where each call carries the examples.
@@ -63,6 +65,7 @@ class Taps:
         geometry: Callable[[], Mapping[str, Geometry]],
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
+        cuda_graphs: bool = False,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume = geometry, rows, consume
@@ -72,6 +75,7 @@ class Taps:
         self._notes: Notes | None = None
         self.stack: list[Site] = []
         self._shared: dict[int, Shared] = {}
+        self._graphs = Graphs(self) if cuda_graphs else None
         self.sites = find_sites(module, parameters)
         self._names = {
             id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()
@@ -93,6 +97,7 @@ class Taps:
         """Give every module its own ``forward`` back."""
         while self._undo:
             self._undo.pop()()
+        self._graphs = None
         self.clear()
 
     @contextmanager
@@ -118,15 +123,23 @@ class Taps:
         if not self._active or self.following:
             return self.root_forward(*args, **kwargs)
         rows = self._rows()
+        leaves, structure = tree_flatten((args, kwargs))
         if self.plan is None or not self.plan.examples_independent:
             self.plan = probe(self, args, kwargs, rows)
-        elif not self.plan.fits(args, kwargs, rows):
+        elif self.plan.axes(structure, leaves, rows) is None:
             self.plan = self.plan.joined(probe(self, args, kwargs, rows))
         for attempt in range(_ATTEMPTS + 1):
-            if self.tape is None or self.tape.done or self.tape.rows != rows:
-                self.tape = Tape(rows, self._geometry(), self._consume)
             try:
-                out = self.run(self.plan, self.tape, args, kwargs)
+                if self._graphs is not None:
+                    axes = self.plan.axes(structure, leaves, rows)
+                    assert axes is not None
+                    out = self._graphs.run(leaves, axes, structure, rows)
+                    if out is not NotImplemented:
+                        return out
+                tape = self.tape
+                if tape is None or tape.done or tape.rows != rows or tape.replayed:
+                    tape = self.new_tape(rows)
+                out = self.run(self.plan, tape, args, kwargs)
                 return plain(out) if isinstance(out, Tensor) else tree_map(plain, out)
             except Unforeseen as error:
                 if attempt == _ATTEMPTS:
@@ -135,6 +148,20 @@ class Taps:
                     ) from None
                 self.plan = self.plan.joined(probe(self, args, kwargs, rows))
         raise AssertionError
+
+    def new_tape(self, rows: int, *, replayed: bool = False) -> Tape:
+        """Open the tape of a physical batch; no backward pass through an earlier one counts any more."""
+
+        def finished(batch: GradientBatch) -> None:
+            if tape is not self.tape:
+                raise RuntimeError(
+                    "this backward pass belongs to an earlier batch or an earlier call of the model; call backward() "
+                    "before the next batch is drawn"
+                )
+            self._consume(batch)
+
+        self.tape = tape = Tape(rows, self._geometry(), finished, replayed=replayed)
+        return tape
 
     def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward pass in which the sites are tapped and their parameters are shared values."""
@@ -261,11 +288,17 @@ class Taps:
         def arranged(*values: Any) -> dict[str, Piece]:
             if split:
                 return make(*arrange(values, layouts, rows))
-            return {name: piece.folded(layout.fold) for name, piece in make(*arrange(values, layouts)).items()}
+            pieces = make(*arrange(values, layouts))
+            return pieces if layout.fold == 1 else {name: piece.folded(layout.fold) for name, piece in pieces.items()}
 
-        self.tape.watch(out, Layout(0), dict(names or {}), arranged, saved, label)
+        self.tape.watch(out, names or {}, arranged, saved, label)
 
     # -- what shared values need ------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Mapping[str, Geometry]:
+        """The geometry in which the norms of the batch in hand are taken."""
+        return self._geometry()
 
     @property
     def notes(self) -> Notes:

@@ -161,6 +161,22 @@ def test_without_a_floor_rank_deficiency_is_an_error(exponent: float) -> None:
     assert only(PCA(exponent, floor=0.0), weight(5, 30)).smallest > 0
 
 
+def test_bare_directions_get_no_noise_and_cannot_be_whitened() -> None:
+    w = weight(9, 4)
+    found = only(PCA(THEOREM_2, floor=0.0, bare=True), w)
+    assert found.smallest == 0.0
+    noise = found.colour(torch.randn(9, 4, dtype=torch.float64))
+    outside = torch.linalg.svd(w.double())[0][:, 4:]  # the directions that the weight lacks
+    assert (outside.mT @ noise).abs().max() < 1e-6 < noise.abs().max()
+    assert noise_scales(spectrum(w), THEOREM_2).min() == 0.0
+    again = Geometry.from_state(found.state())
+    torch.testing.assert_close(again.colour(torch.eye(9, 4)), found.colour(torch.eye(9, 4)))
+    with pytest.raises(ValueError, match="no privacy"):
+        found.whiten(torch.randn(9, 4))
+    with pytest.raises(ValueError, match="rank deficient"):
+        only(PCA(INVERSE, floor=0.0, bare=True), w)
+
+
 def test_without_a_floor_small_eigenvalues_survive_float32_weights() -> None:
     # A square layer at initialisation: in float32 the smallest eigenvalue of W W^T would be rounding error.
     w = weight(150, 150, seed=4)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dphero.factors import Dense, Diagonal, Factor, LowRank
+from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
 _COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis
@@ -149,8 +149,11 @@ def limited(spectrum: Spectrum, rank: int) -> Spectrum:
     return replace(spectrum, values=values[:rank], basis=basis, rest=0.0)
 
 
-def factors(spectra: Sequence[Spectrum], exponent: float, floor: float) -> list[Factor]:
+def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bool = False) -> list[Factor]:
     """Applies the rule of this module to spectra normalised together: one mean lambda, one sum of v^2.
+
+    With `bare`, directions may be left without any noise (a positive exponent and floor 0 where a weight is rank
+    deficient): a :class:`~dphero.factors.Singular` factor.
 
     Raises:
         ValueError: where a scale would be zero or infinite, which only a floor of 0 can bring about.
@@ -160,7 +163,7 @@ def factors(spectra: Sequence[Spectrum], exponent: float, floor: float) -> list[
     raised = []
     for s in spectra:
         unknown = s.rest <= 0.0 and len(s.values) < s.size
-        if floor == 0.0 and (unknown or float(s.values.min()) <= 0.0):
+        if floor == 0.0 and (unknown or float(s.values.min()) <= 0.0) and not (bare and exponent > 0 and not unknown):
             raise ValueError(
                 f"block {s.name!r} is rank deficient ({int((s.values > 0).sum())} of {s.size} eigenvalues "
                 "are positive): without a floor its geometry is singular and gives no privacy; set floor > 0"
@@ -187,6 +190,8 @@ def _factor(spectrum: Spectrum, scales: Tensor, rest: float) -> Factor:
     try:
         if spectrum.basis is None:
             return Diagonal(scales)
+        if len(scales) == spectrum.size and float(scales.min()) == 0.0:
+            return Singular(spectrum.basis, scales)
         if len(scales) == spectrum.size:
             return Dense(spectrum.basis, scales)
         return LowRank(spectrum.basis, scales, rest)

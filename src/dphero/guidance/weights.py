@@ -34,6 +34,8 @@ class PCA:
         exponent: p.
         floor: what every direction gets, relative to the mean eigenvalue, so that none is left without noise.
             At floor 0 "auto" decomposes exactly, in float64, and a rank deficient weight is an error.
+        bare: at floor 0, leave the directions that a rank deficient weight lacks without noise instead: the recipe as
+            published, at an infinite price. Other mechanisms refuse such a geometry.
         centred: subtract the mean of the columns first (PCA proper).
         rank: keep this many principal components; the rest of the spectrum counts as zero: it gets the floor.
         side: the axis of the weight: "left" its features (rows of a linear weight, columns of an embedding),
@@ -57,6 +59,7 @@ class PCA:
     solver: Literal["auto", "eigh", "subspace"] = "auto"
     components: int = 16
     exact_up_to: int = 64
+    bare: bool = False
     _bases: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     needs_gradients: ClassVar[bool] = False
@@ -88,7 +91,7 @@ class PCA:
             axes = [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
             spectrums = [self._spectrum(block, axis) for block, axis in axes]
             groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
-            made = [factor for group in groups for factor in spectra.factors(group, self.exponent, self.floor)]
+            made = [each for group in groups for each in spectra.factors(group, self.exponent, self.floor, self.bare)]
             for (block, axis), factor in zip(axes, made, strict=True):
                 found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
         shapes = {block.name: tuple(block.value.shape) for block in released.blocks}

@@ -1,0 +1,200 @@
+"""CUDA graphs: the forward and backward pass of a private model, recorded once and replayed.
+
+A private step makes some hundred small operations more than an ordinary one. On a GPU they take little time, but
+starting each of them from Python takes longer than running it. A *recording* holds the operations of a whole pass,
+taps, norms and sums included, and starts them all at once.
+
+A recording reads and writes fixed places in memory. So inputs, output gradients, geometry and weights are copied there
+before each replay, smaller lots are filled up with copies of their first row (of zero output gradient and zero
+weight), and results are copied out. Whatever else a pass depends on (parameters' places, modes, plain attributes of
+modules, arguments) is compared before each replay; where it changed, a new recording is made. A fresh recording is
+compared with the pass that it should repeat before it is trusted.
+
+What is not compared: attributes of other types (a list, a schedule object) that change from step to step, and plain
+Python that runs in ``forward``. It ran once, when the recording was made.
+
+Nothing here knows of clipping or noise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dphero.geometry import Geometry
+from dphero.live import LiveGeometry
+from dphero.plan import Unforeseen
+from dphero.recording import Pass, Results, refusal
+from dphero.shared import NoSharedRule
+from dphero.untouched import Untouched
+
+if TYPE_CHECKING:
+    from dphero.taps import Taps
+
+__all__ = ["Graphs"]
+
+logger = logging.getLogger(__name__)
+
+_DEVICES = ("cuda",)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+"""Types of arguments and attributes that are compared by value."""
+_MOST_RECORDINGS = 24
+"""After so many recordings the model is not one whose passes repeat."""
+_STEP = 8
+"""Lots are filled up to a multiple of this."""
+_LATEST = 20
+"""How many lots are looked at to find the right size of a recording."""
+_TOLERANCE = 1e-2
+"""Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
+
+
+class Graphs:
+    """Runs the passes of a tapped model as recordings, where that is possible.
+
+    Args:
+        taps: The taps of the model.
+
+    Raises:
+        ValueError: If the model is not on a GPU.
+    """
+
+    def __init__(self, taps: Taps) -> None:
+        for name, parameter in taps.module.named_parameters():
+            if parameter.device.type not in _DEVICES:
+                raise ValueError(
+                    f"cuda_graphs=True needs a model on a CUDA device, but {name!r} is on {parameter.device}; "
+                    "move the model there before make_private, or leave cuda_graphs out"
+                )
+        self._taps = taps
+        self._pass: Pass | None = None
+        self._made = 0
+        self._recent: deque[int] = deque(maxlen=_LATEST)
+
+    def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
+        """Run one forward pass from a recording; return ``NotImplemented`` where it must run as usual.
+
+        Args:
+            leaves: The arguments of the model,
+            axes: where each of them carries the examples,
+            structure: and how they are put together.
+            rows: The number of examples.
+
+        Raises:
+            ValueError: If the model's passes cannot be recorded.
+        """
+        if self._made > _MOST_RECORDINGS or not self._suits(leaves, axes):
+            return NotImplemented
+        self._recent.append(rows)
+        known, geometry = self._pass, self._taps.geometry
+        key = (structure, _key(leaves, axes), self._state())
+        if known is not None and known.key == key and known.geometry.follow(geometry) and self._room_is_right(rows):
+            if rows > known.rows or 2 * rows <= known.rows > _STEP:
+                return NotImplemented  # a rare large lot, or the rest of one that came in parts
+        else:
+            self._pass = known = None  # its memory is needed
+            self._made += 1
+            if self._made > _MOST_RECORDINGS:
+                logger.warning(
+                    "cuda_graphs: arguments or attributes of the model changed %d times; it now runs without",
+                    _MOST_RECORDINGS,
+                )
+                return NotImplemented
+            known = self._pass = self._record(leaves, axes, structure, rows, key, geometry)
+        return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
+
+    def _room_is_right(self, rows: int) -> bool:
+        """Tell whether the recording is large enough for most of the latest lots, and not much larger than all of them.
+
+        What is filled up costs time; a lot that is too large runs as usual, with the same results.
+        """
+        assert self._pass is not None
+        room, recent = self._pass.rows, sorted(self._recent)
+        if rows > room:
+            return recent[(4 * len(recent) - 1) // 5] <= room  # four lots in five
+        return len(recent) < _LATEST or 5 * _rounded(recent[-1]) >= 4 * room
+
+    def _suits(self, leaves: Sequence[Any], axes: Sequence[int | None]) -> bool:
+        """Tell whether a call is one that recordings are made for; any other runs as usual."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return (
+            all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves)
+            and all(leaf.device.type in _DEVICES and not leaf.requires_grad for leaf in tensors)
+            and all(axis in (0, None) for axis in axes)
+            and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        )
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return what a pass depends on besides its arguments: places of parameters, and plain attributes."""
+        found: list[Any] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+        for child in self._taps.module.modules():
+            found += [value for value in vars(child).values() if type(value) in _PLAIN]
+            for table in (child._parameters, child._buffers):
+                found += [(t.data_ptr(), t.shape, t.requires_grad) for t in table.values() if t is not None]
+            if child is not self._taps.module and (child._forward_hooks or child._forward_pre_hooks):
+                found.append(object())  # equal to nothing: their code would not run
+        return tuple(found)
+
+    def _record(
+        self,
+        leaves: Sequence[Any],
+        axes: Sequence[int | None],
+        structure: Any,
+        rows: int,
+        key: tuple[Any, ...],
+        geometry: Mapping[str, Geometry],
+    ) -> Pass:
+        before = self._state()
+        if before != self._state():
+            raise ValueError(refusal("a submodule has forward hooks, whose code would not run"))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        made = Pass(self._taps, key, LiveGeometry(geometry, device), _rounded(rows), structure, leaves, axes)
+        made.fill(leaves, rows)
+        untouched = Untouched(self._taps.module)
+        try:
+            with untouched.run():
+                expected = made.as_usual()
+            if self._state() != before:
+                raise ValueError(refusal("its forward changes attributes of its modules"))
+            with untouched.run():
+                made.record()
+            with untouched.run():
+                _require_equal(expected, made.repeated())
+        except (Unforeseen, NoSharedRule):
+            raise
+        except RuntimeError as error:
+            cause: BaseException = error
+            while cause.__context__ is not None:  # the end of a recording that failed is an error of its own
+                cause = cause.__context__
+            raise ValueError(refusal(str(cause).splitlines()[0])) from error
+        return made
+
+
+def _require_equal(expected: Results, found: Results) -> None:
+    """Raise ``ValueError`` if a recording does not repeat the pass that it was made of."""
+    pairs = [(x, y) for x, y in zip(expected.outs, found.outs, strict=True) if isinstance(x, Tensor)]
+    pairs += [*zip(expected.norms, found.norms, strict=True), (expected.sums, found.sums)]
+    for first, second in pairs:
+        first, second = first.double(), second.double()
+        finite = first.isfinite() & second.isfinite()
+        scale = torch.where(finite, first, 0).abs().max()
+        gap = torch.where(finite, first - second, 0).abs().max()
+        other = first.isfinite() != second.isfinite()
+        if bool(gap > _TOLERANCE * scale) or bool(other.any()):
+            raise ValueError(refusal(f"replayed, it computes something else (by {float(gap / scale):.2g} of its size)"))
+
+
+def _rounded(rows: int) -> int:
+    return -(-rows // _STEP) * _STEP
+
+
+def _key(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, ...]:
+    """Return what must stay the same of the arguments: all but the number of rows, and what tensors hold."""
+    return tuple(
+        (leaf.shape if axis is None else leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+        for leaf, axis in zip(leaves, axes, strict=True)
+    )
