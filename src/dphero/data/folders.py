@@ -1,0 +1,109 @@
+"""A folder of images, one folder for each class."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dphero.data.dataset import Data
+from dphero.data.own import from_arrays
+
+__all__ = ["HELD_OUT", "from_folder", "is_held_out"]
+
+HELD_OUT = 0.2
+"""The share of images held out for testing where a folder does not say which."""
+
+_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
+_GREY, _COLOUR = ("1", "L", "LA"), ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")
+
+
+def from_folder(folder: Path) -> Data:
+    """Return the images in ``folder/train/CLASS`` and ``folder/test/CLASS``, or in ``folder/CLASS`` alone.
+
+    The names of the class folders are the classes, and public. In a folder of one level, the images for which
+    :func:`is_held_out` are the test set. Images become grey if all of them are, RGB otherwise.
+
+    Raises:
+        ValueError: If there are no images, one cannot be read, or they differ in size.
+    """
+    top = {entry.name: entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    if ("train" in top) != ("test" in top):
+        there, other = ("train", "test") if "train" in top else ("test", "train")
+        raise ValueError(
+            f"{folder} has a folder {there} but no {other}: add it, or put the classes into {folder} itself"
+        )
+    if "train" in top:
+        train, classes = _listed(top["train"])
+        test, others = _listed(top["test"])
+        if unknown := sorted(set(others) - set(classes)):
+            raise ValueError(f"{folder / 'test'} has classes that {folder / 'train'} has not: {', '.join(unknown)}")
+    else:
+        every, classes = _listed(folder)
+        train = [path for path in every if not is_held_out(f"{path.parent.name}/{path.name}")]
+        test = [path for path in every if is_held_out(f"{path.parent.name}/{path.name}")]
+    if not train or not test:
+        raise ValueError(
+            f"{folder} gives {len(train)} training and {len(test)} test images, and both are needed: it should hold "
+            "train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png with enough images to hold some out"
+        )
+    images = _pixels(train + test)
+    labels = [path.parent.name for path in train + test]
+    cut = len(train)
+    return from_arrays(folder.resolve().name, images[:cut], labels[:cut], images[cut:], labels[cut:], classes=classes)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the image ``CLASS/FILE`` is held out, by a hash of that name: a share of :data:`HELD_OUT` is.
+
+    Each image's side depends on its own name alone. Were the images shuffled and cut, then adding one image would move
+    others across the cut, and training sets that should differ by one image would differ by many.
+    """
+    digest = hashlib.sha256(f"dphero held out 0: {name}".encode()).digest()
+    return int.from_bytes(digest[:8]) < HELD_OUT * 2**64
+
+
+def _listed(folder: Path) -> tuple[list[Path], list[str]]:
+    """The images below ``folder`` and the names of its class folders, in order."""
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    images = [
+        path
+        for name in classes
+        for path in sorted((folder / name).iterdir())
+        if path.suffix.lower() in _ENDINGS and path.is_file() and not path.name.startswith(".")
+    ]
+    return images, classes
+
+
+def _pixels(paths: list[Path]) -> NDArray[Any]:
+    """All images as one uint8 array, N×H×W if all are grey and N×3×H×W otherwise."""
+    arrays = [_read(path) for path in paths]
+    for path, array in zip(paths, arrays, strict=True):
+        if array.shape[:2] != arrays[0].shape[:2]:
+            height, width = arrays[0].shape[:2]
+            raise ValueError(
+                f"{path} is {array.shape[1]}×{array.shape[0]} pixels but {paths[0]} is {width}×{height}: all images "
+                "must have one size, so resize them first"
+            )
+    if all(array.ndim == 2 for array in arrays):
+        return np.stack(arrays)
+    coloured = [array if array.ndim == 3 else np.repeat(array[:, :, None], 3, axis=2) for array in arrays]
+    return np.stack(coloured).transpose(0, 3, 1, 2)
+
+
+def _read(path: Path) -> NDArray[Any]:
+    """One image as uint8, H×W if grey and H×W×3 otherwise."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("image files need pillow: pip install 'dphero[experiments]'") from error
+    try:
+        with Image.open(path) as image:
+            if image.mode not in (*_GREY, *_COLOUR):
+                raise ValueError(f"its pixels have mode {image.mode}; 8 bits for each colour are understood")
+            return np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
