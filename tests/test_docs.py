@@ -124,7 +124,12 @@ def test_shown_commands_exist(words):
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         return
     assert command in COMMANDS
-    context = COMMANDS[command].make_context(command, arguments, resilient_parsing=not arguments)
+    found = COMMANDS[command]
+    while hasattr(found, "commands") and arguments:  # a group: go on to its command
+        command, *arguments = arguments
+        assert command in found.commands
+        found = found.commands[command]
+    context = found.make_context(command, arguments, resilient_parsing=not arguments)
     assert not context.args  # every option is known, every value has the right type
 
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.accounting import Statement
+from dphero.data import load
 from dphero.engine import PrivacyEngine
+from dphero.models import build
 
 __all__ = ["Progress", "Result", "digits", "network", "train"]
 
@@ -23,7 +25,6 @@ EPSILON, DELTA, EPOCHS = 3.0, 1e-4, 40
 """What the settings below were chosen for."""
 LOT, LEARNING_RATE, MOMENTUM, CLIP_NORM = 512, 1.0, 0.9, 0.2
 
-_TEST_IMAGES = 360
 _PRICINGS = 20  # ε is computed this often in a run: each time costs as much as several steps
 
 
@@ -70,35 +71,17 @@ class Result:
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Return the digits in scikit-learn as training and test data: images in [-1, 1], and labels.
 
-    The split is a fixed random one, the scaling that of the file format: nothing is fitted to the images.
-
     Raises:
         ImportError: If scikit-learn is missing.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ImportError(
-            "the digits come with scikit-learn, which is not installed: pip install 'dphero[demo]'"
-        ) from error
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # pixels are 0 to 16
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    test, train = order[:_TEST_IMAGES], order[_TEST_IMAGES:]
-    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+    data = load("digits")
+    train, test = (TensorDataset(split.images, split.labels) for split in (data.train, data.test))
+    return train, test
 
 
-def network() -> nn.Sequential:
+def network() -> nn.Module:
     """Return the network, 5,674 parameters, always with the same random weights: they are public."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Conv2d(1, 32, 4, stride=2, padding=1),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(512, 10),
-        )
+    return build("digits", (1, 8, 8), 10)
 
 
 def train(

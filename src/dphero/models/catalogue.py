@@ -1,0 +1,156 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from dphero.models import features, plain, wide_resnet
+
+__all__ = ["MODELS", "NAMES", "Entry", "build"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A built-in model.
+
+    Attributes:
+        name: What it is called.
+        line: What it is, in a line.
+        inputs: Which inputs it takes, in words.
+        make: Returns it, with random weights: ``make(shape, classes)``. Raises ``ValueError`` for a shape that it
+            does not take.
+    """
+
+    name: str
+    line: str
+    inputs: str
+    make: Callable[[tuple[int, ...], int], nn.Module]
+
+
+def _for_images(make: Callable[[int, int, int, int], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
+    def checked(shape: tuple[int, ...], classes: int) -> nn.Module:
+        if len(shape) != 3:
+            raise ValueError("it takes images, of shape (channels, height, width); 'mlp' takes any shape")
+        return make(*shape, classes)
+
+    return checked
+
+
+MODELS = (
+    Entry("mlp", "perceptron, 128 tanh units", "any shape", plain.mlp),
+    Entry("digits", "conv 32 4x4/2, tanh, linear: the demonstration's", "images", _for_images(plain.digits)),
+    Entry("lenet", "LeNet-5 with ReLU: the paper's for MNIST", "images of 28x28 or 32x32", _for_images(plain.lenet)),
+    Entry(
+        "cifar-cnn",
+        "2 conv 64 5x5, fc 384, fc 384, ReLU: the paper's for CIFAR-10",
+        "images, 4x4 or larger",
+        _for_images(plain.cifar_cnn),
+    ),
+    Entry(
+        "tanh-cnn",
+        "tanh network: 2 convolutions and fc 32 for one channel, 6 and fc 128 for more",
+        "images, 16x16 or larger (one channel) or 8x8 or larger",
+        _for_images(plain.tanh_cnn),
+    ),
+    Entry(
+        "tutorial-cnn",
+        "2 convolutions and fc 32, ReLU: that of TensorFlow Privacy's tutorial",
+        "images, 16x16 or larger",
+        _for_images(plain.tutorial_cnn),
+    ),
+    Entry(
+        "scatter-linear",
+        "fixed scattering features, linear classifier",
+        "images, sides multiples of 4",
+        _for_images(features.scatter_linear),
+    ),
+    Entry(
+        "scatter-cnn",
+        "fixed scattering features, small tanh network",
+        "images, sides multiples of 4",
+        _for_images(features.scatter_cnn),
+    ),
+    Entry(
+        "wrn-16-4",
+        "wide ResNet, group norms, standardised weights",
+        "images",
+        _for_images(lambda channels, height, width, classes: wide_resnet.wide_resnet(channels, classes)),
+    ),
+)
+"""The built-in models."""
+
+NAMES = tuple(entry.name for entry in MODELS)
+"""Their names."""
+
+
+def build(spec: str, shape: tuple[int, ...], classes: int, *, seed: int = 0) -> nn.Module:
+    """Return a model with random weights.
+
+    The weights depend on ``seed`` alone, not on any data, so they are public, as private training needs them. torch's
+    own generators are left as they were.
+
+    Args:
+        spec: A name in :data:`NAMES`, or ``package.module:function`` for one of your own: called as
+            ``function(shape, classes)``, it returns a module.
+        shape: The shape of one input, without the batch: (channels, height, width) for images.
+        classes: How many outputs there are.
+        seed: Decides the weights.
+
+    Raises:
+        ValueError: If there is no such model, or it does not take such inputs.
+    """
+    shape = tuple(shape)
+    if not shape or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in shape):
+        raise ValueError(f"shape must be positive integers, the shape of one input without the batch, got {shape}")
+    if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
+        raise ValueError(f"classes must be an integer of at least 2, got {classes!r}")
+    own = ":" in spec
+    make = _own(spec) if own else _built_in(spec).make
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the generators of GPUs as well
+        if own:
+            model = make(shape, classes)
+        else:
+            try:
+                model = make(shape, classes)
+            except ValueError as error:
+                raise ValueError(f"model {spec!r} does not fit inputs of shape {shape}: {error}") from None
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{spec} must return a torch.nn.Module, and returned {type(model).__name__}")
+    return model
+
+
+def _built_in(name: str) -> Entry:
+    for entry in MODELS:
+        if entry.name == name:
+            return entry
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"there is no model {name!r}.{hint} Known are {', '.join(NAMES)}, and package.module:function for your own."
+    )
+
+
+def _own(spec: str) -> Callable[[tuple[int, ...], int], Any]:
+    path, _, name = spec.partition(":")
+    if not all(part.isidentifier() for part in path.split(".")) or not name.isidentifier():
+        raise ValueError(f"a model of your own is given as package.module:function, not {spec!r}")
+    try:
+        module = import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
+            raise  # it exists, and lacks something itself
+        raise ValueError(
+            f"model {spec!r}: there is no module {error.name!r}. Install it, or put its folder on PYTHONPATH."
+        ) from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"model {spec!r}: {path} has no function {name!r} (called with shape and classes)")
+    return function

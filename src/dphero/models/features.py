@@ -1,0 +1,102 @@
+"""Models on features that nobody has to learn: a fixed public transform, then a small part that is trained."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dphero.models.plain import flattened
+from dphero.models.scattering import MAPS, Scattering
+
+__all__ = ["FeatureModel", "Piecemeal", "scatter_cnn", "scatter_linear"]
+
+_GROUPS = 27
+_ROWS = 256
+
+
+class FeatureModel(nn.Module):
+    """A model ``head(features(x))`` of which the head alone is trained.
+
+    The features depend on each example alone and on nothing that was learned, so to compute them costs no privacy.
+    Compute them once, and train ``head`` on them: ``stored = model.features(images)``. The whole model remains what
+    predicts from images, with the weights that its head has then.
+
+    Args:
+        features: A transform without trainable parameters.
+        head: What is trained.
+
+    Raises:
+        ValueError: If the features have trainable parameters.
+    """
+
+    def __init__(self, features: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        trained = [name for name, parameter in features.named_parameters() if parameter.requires_grad]
+        if trained:
+            raise ValueError(
+                f"features must be fixed, and these of their parameters are trainable: {', '.join(trained)}. Freeze "
+                "them (requires_grad_(False)) if they are public, or make them part of the head."
+            )
+        self.features, self.head = features, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+class Piecemeal(nn.Sequential):
+    """Steps that are applied to some examples at a time: a whole data set needs little memory beyond its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= _ROWS:
+            return super().forward(x)
+        out: Tensor | None = None
+        for first in range(0, len(x), _ROWS):
+            part = super().forward(x[first : first + _ROWS])
+            if out is None:
+                out = part.new_empty(len(x), *part.shape[1:])
+            out[first : first + _ROWS] = part
+        assert out is not None
+        return out
+
+
+def scatter_linear(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a linear classifier of normalised scattering features (Tramèr & Boneh, 2021)."""
+    features = _normalised_scattering(channels, height, width)
+    return FeatureModel(features, nn.Sequential(nn.Flatten(), nn.Linear(_size(channels, height, width), classes)))
+
+
+def scatter_cnn(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a small tanh network on normalised scattering features (Tramèr & Boneh, 2021).
+
+    One channel: conv 16 3×3/2 – conv 32 3×3 – fc 32. More: conv 64 3×3 – max-pool – conv 64 3×3.
+    """
+    features = _normalised_scattering(channels, height, width)
+    maps = channels * MAPS
+    if channels == 1:
+        convolutions = [
+            nn.Conv2d(maps, 16, 3, stride=2, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.Tanh(),
+        ]
+    else:
+        convolutions = [
+            nn.Conv2d(maps, 64, 3, padding=1),
+            nn.Tanh(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.Tanh(),
+        ]
+    size = flattened(convolutions, (maps, height // 4, width // 4))
+    classifier = (
+        [nn.Linear(size, 32), nn.Tanh(), nn.Linear(32, classes)] if channels == 1 else [nn.Linear(size, classes)]
+    )
+    return FeatureModel(features, nn.Sequential(*convolutions, nn.Flatten(), *classifier))
+
+
+def _size(channels: int, height: int, width: int) -> int:
+    return channels * MAPS * (height // 4) * (width // 4)
+
+
+def _normalised_scattering(channels: int, height: int, width: int) -> Piecemeal:
+    # a group is part of one image: unlike a batch norm, this mixes no examples
+    return Piecemeal(Scattering(height, width), nn.GroupNorm(_GROUPS, channels * MAPS, affine=False))
