@@ -20,9 +20,13 @@ from dphero.accounting.calibration import (
     calibrate_steps,
 )
 from dphero.accounting.event import EVENT_KINDS, Event, Relation
-from dphero.accounting.events import AdaptiveGaussian, Gaussian, PoissonGaussian, ShuffledGaussian
+from dphero.accounting.events import AdaptiveGaussian, Gaussian, NoNoise, PoissonGaussian, ShuffledGaussian
+from dphero.accounting.filters import IndividualFilter, ShuffledFilter
+from dphero.accounting.labels import RandomisedLabels
 from dphero.accounting.ledger import LEDGER_VERSION, Ledger
+from dphero.accounting.line_search import LineSearchStep
 from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
+from dphero.accounting.student_t import PoissonStudentT
 
 __all__ = [
     "ACCOUNTANTS",
@@ -37,10 +41,16 @@ __all__ = [
     "CalibrationError",
     "Event",
     "Gaussian",
+    "IndividualFilter",
     "Ledger",
+    "LineSearchStep",
+    "NoNoise",
     "PoissonGaussian",
+    "PoissonStudentT",
     "Price",
+    "RandomisedLabels",
     "Relation",
+    "ShuffledFilter",
     "ShuffledGaussian",
     "Statement",
     "UnpriceableError",

@@ -81,6 +81,7 @@ def price(
             here.
         ``gdp``: the central-limit approximation of Gaussian privacy; under-reports sampled releases.
         ``filter``: Rényi divergences at the one order ``filter_order``; the only one for adaptive events.
+        ``pure``: ``sum epsilon_t`` of releases that need no delta; it holds at every delta.
 
     Guarantee:
         If ``is_bound``, the releases in the ledger together are (epsilon, delta)-differentially private for
@@ -224,6 +225,17 @@ def _gdp(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order:
     return _Answer(epsilon, is_bound=False, warning=warning)
 
 
+def _pure(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order: float) -> _Answer:
+    _refuse_adaptive(charges, "pure")
+    total = 0.0
+    for event, count in charges.items():
+        epsilon = event.pure_epsilon()
+        if epsilon is None:
+            raise UnpriceableError(event, "pure", "it has no epsilon at delta 0; use accountant 'pld'")
+        total += count * epsilon
+    return _Answer(total)
+
+
 def _pld(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order: float) -> _Answer:
     _refuse_adaptive(charges, "pld")
     exact = {event: event.mu_squared() for event in charges}
@@ -280,4 +292,5 @@ ACCOUNTANTS: Mapping[str, _Accountant] = {
     "zcdp": _zcdp,
     "gdp": _gdp,
     "filter": _filter,
+    "pure": _pure,
 }

@@ -30,7 +30,13 @@ class CalibrationError(ValueError):
 
 
 def calibrate_noise_multiplier(
-    epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "pld"
+    epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    *,
+    besides: Ledger | None = None,
 ) -> float:
     """The smallest noise multiplier with which ``steps`` Poisson Gaussian steps stay within (epsilon, delta).
 
@@ -44,15 +50,19 @@ def calibrate_noise_multiplier(
         sample_rate: The probability with which an example enters a lot; 1 for no sampling.
         steps: How many releases are planned, at least 1.
         accountant: How to price.
+        besides: Other releases on the same data, made or planned, that the target has to cover too.
 
     Raises:
         CalibrationError: If the target cannot be reached.
     """
     epsilon, delta = checks.epsilon(epsilon), checks.delta(delta)
     sample_rate, steps = checks.sample_rate(sample_rate), checks.whole("steps", steps, least=1)
+    others = Ledger() if besides is None else besides
 
     def cost(noise_multiplier: float, coarse: bool) -> float:
-        return _epsilon(sample_rate, noise_multiplier, steps, delta, accountant, coarse)
+        ledger = others.copy()
+        ledger.record(PoissonGaussian(sample_rate, noise_multiplier), steps)
+        return price(ledger, delta, accountant, coarse=coarse).epsilon
 
     ratio = (gaussian_mu(epsilon, delta) / sample_rate) ** 2 / steps
     guess = (1 / math.log1p(ratio)) ** 0.5
@@ -66,9 +76,10 @@ def calibrate_noise_multiplier(
     )
     if found is None:
         best = cost(MOST_NOISE, False)
+        rest = f", {others.steps} other releases included" if others.steps else ""
         raise CalibrationError(
             f"epsilon {epsilon:g} at delta {delta:g} is out of reach for {steps} steps at sample rate "
-            f"{sample_rate:g} ({accountant}): even noise multiplier {MOST_NOISE:g} costs {best:.4g}; take "
+            f"{sample_rate:g} ({accountant}{rest}): even noise multiplier {MOST_NOISE:g} costs {best:.4g}; take "
             "fewer steps or allow more"
         )
     return found

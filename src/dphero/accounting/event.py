@@ -15,8 +15,9 @@ from dp_accounting import DpEvent
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
-Relation = Literal["add_or_remove", "zero_out", "replace_one"]
-"""When data sets are neighbours: one has an example more, an example turned to zero, or another example."""
+Relation = Literal["add_or_remove", "zero_out", "replace_one", "replace_label"]
+"""When data sets are neighbours: one has an example more, an example turned to zero, another example, or the same
+examples with another label on one of them."""
 
 EVENT_KINDS: dict[str, type[Event]] = {}
 """Every kind of event by its name in a saved ledger; filled as the classes are defined."""
@@ -79,6 +80,10 @@ class Event:
 
     def pld(self, interval: float) -> PrivacyLossDistribution | None:
         """The privacy-loss distribution of one release, rounded pessimistically to a grid."""
+        return None
+
+    def pure_epsilon(self) -> float | None:
+        """``epsilon`` at delta 0, if the release has one; these compose by adding."""
         return None
 
     def to_dp_event(self) -> DpEvent | None:

@@ -19,6 +19,22 @@ from dphero.accounting.event import Event, Relation
 
 
 @dataclass(frozen=True)
+class NoNoise(Event, kind="no_noise"):
+    """A release without noise: ordinary training. Guarantee: none, ε = ∞ at every δ."""
+
+    title: ClassVar[str] = "Exact gradients, without noise"
+    sampling: ClassVar[str] = "How examples were chosen does not matter: nothing is protected."
+
+    def mu_squared(self) -> float | None:
+        """Infinite."""
+        return math.inf
+
+    def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
+        """Infinite at every order."""
+        return np.full(len(orders), math.inf)
+
+
+@dataclass(frozen=True)
 class Gaussian(Event, kind="gaussian"):
     """A Gaussian release over the whole data set: no sampling, no amplification.
 

@@ -18,6 +18,7 @@ _NEIGHBOURS: Mapping[Relation, str] = {
     "add_or_remove": "one of them is the other with {unit} added or removed",
     "zero_out": "one of them is the other with {unit} contributing nothing, the number of records public",
     "replace_one": "one of them is the other with {unit} exchanged for any other",
+    "replace_label": "one of them is the other with {unit} exchanged for any other, all inputs the same",
 }
 
 _ACCOUNTANTS: Mapping[str, str] = {
@@ -26,6 +27,7 @@ _ACCOUNTANTS: Mapping[str, str] = {
     "zcdp": "zero-concentrated privacy",
     "gdp": "Gaussian privacy",
     "filter": "a Rényi filter at one order fixed in advance",
+    "pure": "the sum of pure losses, which hold at delta 0 and so at every delta",
 }
 
 _NOT_COVERED = (

@@ -1,0 +1,232 @@
+"""DP-RandP: features from synthetic images first, then a private probe, then private fine-tuning (Tang et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import TensorDataset
+
+from dphero import checkpoint
+from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
+from dphero.engine import PrivacyEngine
+from dphero.methods._synthetic import PROCESSES, embed, last_linear, pretrain
+from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
+from dphero.methods.own import key_of
+from dphero.methods.private import PrivateTrainer
+from dphero.models import FeatureModel
+from dphero.validation import one_of, positive, whole
+
+__all__ = ["DPRandP"]
+
+_CHUNK = 1000
+_BEFORE, _PROBE, _TUNE = "before", "probe", "fine-tuning"
+
+
+class _RandPTrainer(Trainer):
+    """Two private trainings, one after the other, on one engine: its ledger goes through both."""
+
+    def __init__(self, card: Card, task: Task, method: DPRandP) -> None:
+        super().__init__(card, task)
+        recipe = task.recipe
+        if recipe.epsilon is not None:
+            self.noise_multiplier = calibrate_noise_multiplier(
+                recipe.epsilon, recipe.delta, task.sample_rate, self.steps, recipe.accountant
+            )
+        elif recipe.noise_multiplier is not None:
+            self.noise_multiplier = recipe.noise_multiplier
+        else:
+            raise ValueError(f"method {card.name!r} is private: give --epsilon or --noise-multiplier")
+        self.method = method
+        self.probe_steps = round(method.probe * self.steps)
+        self.engine = PrivacyEngine(accountant=recipe.accountant)
+        self.last = last_linear(task.module, task.images[:2].new_zeros(2, *task.images.shape[1:]))
+        self.phase = _BEFORE
+        self.trainer: PrivateTrainer | None = None
+        # drawn now and saved from the start, so that a run that is killed repeats its noise instead of drawing it anew
+        self.seeds = {} if recipe.secure else {phase: key_of(recipe.seed, phase) for phase in (_PROBE, _TUNE)}
+
+    @property
+    def step(self) -> int:
+        """How many lots were released, in both phases."""
+        if self.trainer is None:
+            return 0
+        return self.trainer.step + (self.probe_steps if self.phase == _TUNE else 0)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The engine's ledger."""
+        return self.engine.ledger
+
+    def advance(self) -> Step:
+        """Release a lot; learn from synthetic images before the first."""
+        if self.trainer is None:
+            self._pretrain()
+            self._attach(_PROBE if self.probe_steps else _TUNE)
+        elif self.phase == _PROBE and self.trainer.step >= self.probe_steps:
+            self.engine.detach()
+            self._attach(_TUNE)
+        assert self.trainer is not None
+        return self.trainer.advance()
+
+    def _pretrain(self) -> None:
+        method, images = self.method, self.task.images
+        shape = (images.shape[1], images.shape[2], images.shape[3])
+        if method.pretrain_steps:
+            pretrain(self.task.module, self.last, shape, method.process, method.pretrain_steps, method.pretrain_batch)
+        with torch.no_grad():
+            for parameter in self.last.parameters():
+                parameter.zero_()
+
+    def _attach(self, phase: str) -> None:
+        """Make the module of a phase private; the engine's ledger and limit cover both phases."""
+        self.phase, recipe, task = phase, self.task.recipe, self.task
+        if phase == _PROBE and self.method.probe_lr is not None:
+            task = replace(task, recipe=recipe.with_(lr=self.method.probe_lr))
+        self.trainer = PrivateTrainer(
+            self.card,
+            task,
+            module=self.last if phase == _PROBE else None,
+            train=self._embedded() if phase == _PROBE else None,
+            noise_multiplier=self.noise_multiplier,
+            engine=self.engine,
+            seed=self.seeds.get(phase),
+            options={"guidance": "isotropic"},
+        )
+
+    @torch.no_grad()
+    def _embedded(self) -> TensorDataset:
+        """What goes into the last layer, for all images: it stays the same while that layer alone is trained."""
+        images, labels = self.task.train.tensors
+        self.task.module.eval()
+        parts = [embed(self.task.module, self.last, part) for part in images.split(_CHUNK)]
+        return TensorDataset(torch.cat(parts), labels)
+
+    def price(self, delta: float, *, coarse: bool = False) -> Price:
+        """Return what both phases cost."""
+        return self.engine.price(delta, coarse=coarse)
+
+    def statement(self, delta: float) -> Statement:
+        """Return the engine's statement."""
+        made = self.engine.statement(delta, unit=self.card.protects)
+        if self.task.recipe.seed is None:  # the engine was given seeds, but nobody chose them
+            made = replace(made, notes=tuple(note for note in made.notes if note != SEEDED))
+        return made
+
+    def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
+        """Write the checkpoint of the present phase, with the whole network."""
+        own = {
+            "phase": self.phase,
+            "network": self.task.module.state_dict(),
+            "seeds": {phase: str(seed) for phase, seed in self.seeds.items()},
+            "extra": dict(extra),
+        }
+        if self.trainer is None:
+            checkpoint.save(path, {}, None, own)
+        else:
+            self.trainer.save(path, own)
+
+    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Go on in the phase that was saved."""
+        saved = checkpoint.load(path)
+        if not {"phase", "network", "seeds", "extra"} <= saved.extra.keys():
+            raise ValueError(f"{path} was not saved by method {self.card.name!r}")
+        if bool(saved.extra["seeds"]) == self.task.recipe.secure:
+            raise ValueError("the checkpoint was made with another choice of --secure; resume with the same one")
+        self.task.module.load_state_dict(saved.extra["network"])
+        self.seeds = {phase: int(seed) for phase, seed in saved.extra["seeds"].items()}
+        if saved.extra["phase"] == _BEFORE:
+            saved.restore_random()
+        else:
+            self._attach(saved.extra["phase"])
+            assert self.trainer is not None
+            self.trainer.load(path)
+        return dict(saved.extra["extra"])
+
+    def close(self) -> None:
+        """Detach the engine."""
+        if self.trainer is not None:
+            self.trainer.close()
+
+
+@register
+@dataclass(frozen=True)
+class DPRandP(Method):
+    """Learn from synthetic images, without privacy because there is nobody in them; then train privately.
+
+    1. The network learns, all but its last layer, to know two views of a synthetic image among many.
+    2. Its last layer alone is trained by DP-SGD on the private images (the probe).
+    3. All of it is trained by DP-SGD. One noise multiplier serves both, calibrated for the sum of their steps.
+
+    The paper draws its images from random StyleGAN networks and trains a wide ResNet for long; here the processes are
+    simpler, and by default so short that a CPU manages. Its augmentation of every private image 16 times, and its
+    averaging of weights, are not done.
+
+    Attributes:
+        process: Where synthetic images come from: ``leaves`` (shapes on one another) or ``spectrum`` (coloured noise).
+        pretrain_steps: Steps on synthetic images; 0 for none.
+        pretrain_batch: Synthetic images in a step.
+        probe: Share of the private steps that trains the last layer alone; 0.11 in the paper.
+        probe_lr: Learning rate of that; the recipe's unless given.
+    """
+
+    card: ClassVar[Card] = Card(
+        name="dp-randp",
+        title="DP-SGD on a network that has learned from synthetic images",
+        protects="one training example",
+        relation="add or remove",
+        sampling="Poisson",
+        paper="Tang, Panda, Sehwag and Mittal 2023 (arXiv 2306.06076), Differentially Private Image Classification by "
+        "Learning Priors from Random Processes",
+        priced="PLD of the Poisson-sampled Gaussian, probe and fine-tuning in one ledger",
+        flaws=("much of its gain is generic low-level features: pre-training on satellite images does nearly as well",),
+        extra_data="synthetic images of a random process, made here; no real image",
+    )
+
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "digits": {"options": {"pretrain_steps": 150, "pretrain_batch": 128}},
+        "mnist": {"options": {"pretrain_steps": 1000}},
+        "fashion-mnist": {"options": {"pretrain_steps": 1000}},
+        "cifar10": {
+            "model": "wrn-16-4",
+            "lot": 4096,
+            "epochs": 70,
+            "lr": 2.0,
+            "clip": 1.0,
+            "momentum": 0.0,
+            "options": {"pretrain_steps": 3000, "pretrain_batch": 512, "probe_lr": 15.0},
+        },
+    }
+
+    process: str = "leaves"
+    pretrain_steps: int = 400
+    pretrain_batch: int = 256
+    probe: float = 0.11
+    probe_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        one_of("process", self.process, tuple(PROCESSES))
+        if self.pretrain_steps != 0:
+            whole("pretrain_steps (if not 0)", self.pretrain_steps)
+        if whole("pretrain_batch", self.pretrain_batch) < 2:
+            raise ValueError(f"pretrain_batch must be at least 2, got {self.pretrain_batch}")
+        if self.probe != 0 and not positive("probe (if not 0)", self.probe) <= 1:
+            raise ValueError(f"probe is a share of the steps, at most 1, got {self.probe!r}")
+        if self.probe_lr is not None:
+            positive("probe_lr", self.probe_lr)
+
+    def start(self, task: Task) -> Trainer:
+        """Begin a training."""
+        if isinstance(task.model, FeatureModel):
+            raise ValueError(
+                f"method 'dp-randp' learns features, and model {task.recipe.model!r} has fixed ones: give a --model "
+                "without, such as tanh-cnn or wrn-16-4"
+            )
+        if task.recipe.secure and task.recipe.seed is not None:
+            raise ValueError("--secure draws from the operating system; it takes no --seed")
+        if task.images.dim() != 4:
+            raise ValueError("method 'dp-randp' learns from synthetic images, and this data is none: it has no pixels")
+        return _RandPTrainer(self.card, task, self)

@@ -1,0 +1,204 @@
+"""A recipe: everything that decides what a training run does, under the names of the command line.
+
+Recipes are plain values: they are written to and read from TOML, laid over one another (defaults, a file, the
+command line), and kept beside every run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dphero.validation import one_of, positive, whole
+
+__all__ = ["Recipe", "load", "merge"]
+
+Optimizer = Literal["sgd", "adam"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a training run does.
+
+    Attributes:
+        data: A built-in data set, ``package:function``, a folder of class-named folders, or an ``.npz`` file.
+        model: A built-in network or ``package:function``.
+        method: One of ``dphero methods``.
+        epsilon: The privacy loss allowed; or
+        noise_multiplier: the noise, whose price then follows.
+        delta: δ.
+        lot: B, the expected number of examples in a step.
+        epochs: Length of the training, in passes over the data.
+        lr: Learning rate.
+        momentum: Of the optimizer ``sgd``.
+        optimizer: ``sgd`` or ``adam``.
+        clip: C, the clip norm.
+        clipping: How gradients are clipped; ``None`` leaves it to the method.
+        guidance: What shapes the noise; ``None`` leaves it to the method.
+        mechanism: ``ellipsoid`` or ``ball``; ``None`` leaves it to the method.
+        accountant: How the ledger is priced.
+        dataset_size: A public number of records, or ``"public"``: the number of records is no secret.
+        physical_batch: The most examples per forward pass; ``None`` for whole lots.
+        evaluate_every: Steps between evaluations; ``None`` for one after every pass over the data.
+        seed: Makes the run repeatable, and must stay secret for the guarantee to hold; ``None`` draws fresh
+            randomness.
+        secure: Draw noise and lots from a cryptographic generator.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+        options: Settings of the method alone, by name.
+    """
+
+    data: str
+    model: str
+    method: str = "dp-hero"
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    lot: int = 256
+    epochs: float = 10.0
+    lr: float = 0.1
+    momentum: float = 0.0
+    optimizer: Optimizer = "sgd"
+    clip: float = 1.0
+    clipping: str | None = None
+    guidance: str | None = None
+    mechanism: str | None = None
+    accountant: str = "pld"
+    dataset_size: int | Literal["public"] | None = None
+    physical_batch: int | None = None
+    evaluate_every: int | None = None
+    seed: int | None = None
+    secure: bool = False
+    device: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "noise_multiplier"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+        if self.epsilon is not None and self.noise_multiplier is not None:
+            raise ValueError(
+                f"epsilon {self.epsilon:g} and noise_multiplier {self.noise_multiplier:g} are both given: one follows "
+                "from the other, leave one out"
+            )
+        for name in ("epochs", "lr", "clip"):
+            positive(name, getattr(self, name))
+        if not 0 < self.delta < 1:
+            raise ValueError(f"delta must lie between 0 and 1, got {self.delta:g}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum:g}")
+        whole("lot", self.lot)
+        one_of("optimizer", self.optimizer, get_args(Optimizer))
+        for name in ("physical_batch", "evaluate_every"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name))
+
+    def with_(self, **changes: Any) -> Recipe:
+        """Return the recipe with some fields changed."""
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields that are set, as plain values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["options"] = dict(self.options)
+        return {name: value for name, value in values.items() if value is not None and value != {}}
+
+    def to_toml(self) -> str:
+        """Return the recipe as TOML; :func:`load` reads it."""
+        values = self.as_dict()
+        options = values.pop("options", {})
+        lines = [f"{name} = {_toml(value)}" for name, value in values.items()]
+        if options:
+            lines += ["", "[options]", *(f"{name} = {_toml(value)}" for name, value in options.items())]
+        return "\n".join(lines) + "\n"
+
+
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """Read the fields that a TOML file sets.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not TOML, or names a field that recipes do not have.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a TOML file: {error}") from error
+    _require_known(values, str(path))
+    return values
+
+
+def merge(*layers: Mapping[str, Any]) -> Recipe:
+    """Lay settings over one another, later ones on top, and return the recipe.
+
+    Options are merged by name. Whoever sets ``epsilon`` removes a ``noise_multiplier`` from below, and the other way.
+
+    Raises:
+        ValueError: If a name is unknown, a value has the wrong type or range, or data or model are missing.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        _require_known(layer, "the recipe")
+        if "epsilon" in layer and "noise_multiplier" not in layer:
+            values.pop("noise_multiplier", None)
+        if "noise_multiplier" in layer and "epsilon" not in layer:
+            values.pop("epsilon", None)
+        options = {**values.get("options", {}), **layer.get("options", {})}
+        values |= layer
+        values["options"] = options
+    for name in ("data", "model"):
+        if name not in values:
+            raise ValueError(f'the recipe does not say which {name} to use: give --{name}, or {name} = "…" in its file')
+    return Recipe(**{name: _typed(name, value) for name, value in values.items()})
+
+
+_NUMBERS = ("epsilon", "noise_multiplier", "delta", "epochs", "lr", "momentum", "clip")
+_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed")
+_TEXTS = ("data", "model", "method", "optimizer", "clipping", "guidance", "mechanism", "accountant", "device")
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Return the value as the field's type, or say what it should be."""
+    if value is None or name == "dataset_size":
+        if value not in (None, "public") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f'dataset_size must be a whole number or "public", got {value!r}')
+        return value
+    if name in _NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+        return float(value)
+    kinds: dict[str, tuple[type, str]] = {
+        **dict.fromkeys(_WHOLE, (int, "a whole number")),
+        **dict.fromkeys(_TEXTS, (str, "text")),
+        "secure": (bool, "true or false"),
+        "options": (Mapping, "a table"),
+    }
+    kind, words = kinds[name]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be {words}, got {value!r}")
+    return value
+
+
+def _require_known(values: Mapping[str, Any], where: str) -> None:
+    known = [each.name for each in fields(Recipe)]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"a recipe has {', '.join(known)}"
+            raise ValueError(f"{where} sets {name!r}, which is unknown; {hint}")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool | str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int | float):
+        return repr(value)
+    raise ValueError(f"a recipe holds numbers, text and lists of them, got {value!r}")

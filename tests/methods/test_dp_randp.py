@@ -1,0 +1,184 @@
+"""DP-RandP: synthetic images without anybody in them, two private phases with one ledger and one budget."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dphero.accounting import BudgetExhausted, PoissonGaussian
+from dphero.methods import make
+from dphero.methods._synthetic import PROCESSES, _train, _view, last_linear, pretrain
+from dphero.models import build
+from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
+
+QUICK = {"pretrain_steps": 3, "pretrain_batch": 16, "probe": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DPHERO_DATA", str(tmp_path))
+    return tmp_path / "pretrained"
+
+
+# -- images and what is learned from them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 20)])
+def test_processes_make_varied_images(process: str, shape: tuple[int, int, int]) -> None:
+    images, again = (PROCESSES[process](50, shape, torch.Generator().manual_seed(4)) for _ in range(2))
+    assert images.shape == (50, *shape) and images.dtype == torch.float32
+    assert torch.equal(images, again) and images.isfinite().all() and images.abs().max() <= 1
+    assert (images.flatten(1).std(1) > 0.05).float().mean() > 0.9  # not plain
+    assert torch.pdist(images.flatten(1)).min() > 0.1  # not alike
+    right = (images[..., 1:] - images[..., :-1]).abs().mean()
+    assert right < 0.8 * (images - images.roll(1, 0)).abs().mean()  # neighbours resemble one another
+    seen = _view(images, torch.Generator().manual_seed(1))
+    assert seen.shape == images.shape and not torch.equal(seen, images) and seen.isfinite().all()
+
+
+def test_pretraining_learns_to_know_views() -> None:
+    losses = []
+    for steps in (1, 40):
+        model = build("digits", (1, 8, 8), 10)
+        losses.append(_train(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", steps, 64))
+    assert losses[1] < losses[0] - 0.5
+
+
+def test_what_was_learned_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (build("digits", (1, 8, 8), 10) for _ in "ab")
+    before = {name: value.clone() for name, value in first.state_dict().items()}
+    pretrain(first, last_linear(first, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 3, 16)
+    assert len(list(own_cache.iterdir())) == 1
+    monkeypatch.setattr("dphero.methods._synthetic._train", lambda *_: pytest.fail("it was learned before"))
+    pretrain(second, last_linear(second, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 3, 16)
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+    assert not torch.equal(first.state_dict()["0.weight"], before["0.weight"])
+    assert torch.equal(first.state_dict()["3.weight"], before["3.weight"])  # the last layer has no part in it
+    assert all(parameter.grad is None for parameter in first.parameters())
+
+
+def test_other_settings_are_not_taken_from_the_cache(own_cache: Path) -> None:
+    for seed, process, steps in ((0, "leaves", 1), (1, "leaves", 1), (0, "spectrum", 1), (0, "leaves", 2)):
+        model = build("digits", (1, 8, 8), 10, seed=seed)
+        pretrain(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), process, steps, 16)
+    assert len(list(own_cache.iterdir())) == 4
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own_cache.write_text("in the way")
+    model = build("digits", (1, 8, 8), 10)
+    pretrain(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 1, 16)
+    assert "could not be kept" in caplog.text
+
+
+def test_the_last_layer_must_be_linear() -> None:
+    with pytest.raises(ValueError, match="must end with a linear layer"):
+        last_linear(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="must end with a linear layer"):
+        last_linear(nn.Flatten(), torch.ones(2, 4))
+    without_bias = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
+    assert last_linear(without_bias, torch.ones(2, 4)) is without_bias[2]
+
+
+# -- the two phases ------------------------------------------------------------------------------------------
+
+
+def test_both_phases_are_in_one_ledger_and_within_one_budget() -> None:
+    trainer = start("dp-randp", epsilon=4.0, epochs=8, options=QUICK)
+    assert trainer.steps == 24 and trainer.probe_steps == 12
+    assert finish(trainer) > 0.6
+    event = PoissonGaussian(512 / 1437, trainer.noise_multiplier)
+    assert dict(trainer.ledger.counts) == {event: 24}
+    found = trainer.statement(1e-4)
+    assert 3.9 < found.price.epsilon <= 4.0 and found.price.is_bound
+    assert found.price.epsilon == trainer.price(1e-4).epsilon
+    with pytest.raises(BudgetExhausted):
+        take(trainer, 3)
+
+
+def test_the_probe_trains_the_last_layer_alone_with_its_own_rate() -> None:
+    trainer = start("dp-randp", noise_multiplier=1.0, epochs=2, options={**QUICK, "probe_lr": 0.25})
+    take(trainer, 1)
+    body = trainer.model.state_dict()["0.weight"].clone()
+    assert trainer.trainer.optimizer.param_groups[0]["lr"] == 0.25
+    take(trainer, 2)
+    assert trainer.phase == "probe" and torch.equal(trainer.model.state_dict()["0.weight"], body)
+    take(trainer, 1)
+    assert trainer.phase == "fine-tuning" and trainer.trainer.optimizer.param_groups[0]["lr"] == 1.0
+    assert not torch.equal(trainer.model.state_dict()["0.weight"], body) and trainer.step == 4
+
+
+@pytest.mark.parametrize("seed", [1, None])
+def test_the_phases_draw_different_noise_and_lots(seed: int | None) -> None:
+    trainer = start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=seed)
+    keys = []
+    for _ in range(4):
+        trainer.advance()
+        run = trainer.engine._run
+        keys.append((run.mechanism.noise.state_dict()["key"], run.sampler.key))
+    assert keys[0] == keys[2] != keys[3]
+    assert not {keys[0][0], keys[0][1]} & {keys[3][0], keys[3][1]}
+    assert ("seed" in trainer.statement(1e-4).text) == (seed is not None)
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 4], ids=["first", "probe", "last of the probe", "fine-tuning"])
+def test_resumes_exactly(before: int, tmp_path: Path) -> None:
+    resumes_exactly(lambda: start("dp-randp", noise_multiplier=1.0, epochs=4, options=QUICK), tmp_path, before, 4)
+
+
+def test_without_a_seed_a_killed_run_repeats_its_noise(tmp_path: Path) -> None:
+    first, again = (start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=None) for _ in "ab")
+    first.save(tmp_path / "checkpoint.pt", {})
+    again.load(tmp_path / "checkpoint.pt")
+    states = [take(trainer, 5).model.state_dict().values() for trainer in (first, again)]
+    assert all(map(torch.equal, *states))
+
+
+def test_without_a_seed_nobody_can_guess_the_noise() -> None:
+    first, again, other, chosen = (
+        start("dp-randp", noise_multiplier=1.0, options=QUICK, seed=seed).seeds for seed in (None, None, 2, 1)
+    )
+    assert not set(first.values()) & set(again.values()) and not set(other.values()) & set(chosen.values())
+    assert all(seed > 1 << 64 for seed in first.values())
+
+
+def test_secure_runs_have_no_seeds(tmp_path: Path) -> None:
+    runs = [
+        take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=None, secure=True), 5) for _ in "ab"
+    ]
+    assert not torch.equal(*(run.model.state_dict()["3.weight"] for run in runs))
+    runs[0].save(tmp_path / "checkpoint.pt", {})
+    with pytest.raises(ValueError, match="another choice of --secure"):
+        start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK).load(tmp_path / "checkpoint.pt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give --epsilon or --noise-multiplier"),
+        ({"noise_multiplier": 1.0, "model": "scatter-linear"}, "has fixed ones"),
+        ({"noise_multiplier": 1.0, "secure": True}, "takes no --seed"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start("dp-randp", **settings)
+
+
+def test_vectors_are_no_images() -> None:
+    task = make_task("dp-randp", noise_multiplier=1.0)
+    flat = replace(task, images=task.images.flatten(1))
+    with pytest.raises(ValueError, match="no pixels"):
+        make("dp-randp").start(flat)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"process": "clouds"}, {"pretrain_steps": -1}, {"pretrain_batch": 1}, {"probe": 1.5}, {"probe_lr": 0.0}],
+)
+def test_bad_options(options: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        make("dp-randp", options)
