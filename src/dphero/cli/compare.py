@@ -1,0 +1,224 @@
+"""``dphero compare``: methods, budgets, seeds and settings side by side."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dphero.cli._price import JsonOption
+
+if TYPE_CHECKING:
+    from dphero.experiments.plan import Planned
+    from dphero.experiments.sweep import Standing
+    from dphero.experiments.table import Row
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("compare")(compare)
+
+
+def compare(
+    data: Annotated[
+        str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Separated by commas (dphero methods); dp-sgd,dp-hero unless given.")
+    ] = None,
+    epsilons: Annotated[str | None, typer.Option(help="Privacy losses allowed, separated by commas.")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="How many runs of each kind (seeds 0, 1, …), or which seeds: 4,7. 3 unless given."),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,…",
+            help="Values of anything in the recipe, options.NAME for an option of a method; may be repeated.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
+    delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
+    lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    dataset_size: Annotated[
+        str | None, typer.Option(help='A public number of records; "public" if the number in the data is no secret.')
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to keep it all; a new folder under comparisons/ unless given.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with a comparison that was stopped.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" starts one here.')
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train by several methods, at several budgets, with several seeds; print one table and draw the curves."""
+    settings = {
+        "data": data,
+        "model": model,
+        "delta": delta,
+        "lot": lot,
+        "epochs": epochs,
+        "dataset_size": int(dataset_size) if dataset_size and dataset_size.isdigit() else dataset_size,
+        "device": device,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
+        raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as bar:
+        overall = bar.add_task("Planning", total=None, figures="")
+        from dphero import experiments  # torch takes seconds: something should be seen before it
+        from dphero import recipe as recipes
+        from dphero.experiments import compare as comparing
+        from dphero.experiments import plan as plans
+
+        try:
+            if resume is not None:
+                directory, plan = resume, plans.load_plan(resume)
+            else:
+                plan = _plan([recipes.load(recipe) if recipe else {}, given], methods, epsilons, seeds, vary)
+                directory = out or _new_folder(plan)
+            rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Display(bar, overall))
+        except experiments.Interrupted as error:
+            bar.stop()
+            typer.echo(f"dphero: {error}; go on with: dphero compare --resume {directory}", err=True)
+            raise click.exceptions.Exit(130) from error
+        except ImportError as error:
+            raise ValueError(f"{error}; install what comparisons need: pip install 'dphero[experiments]'") from error
+        bar.update(overall, description="Done")
+    if as_json:
+        _print_json(rows, directory)
+    else:
+        _show(rows, directory)
+    if any(row.failed for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+def _plan(
+    layers: list[dict[str, Any]], methods: str | None, epsilons: str | None, seeds: str | None, vary: list[str] | None
+) -> list[Planned]:
+    """Turn what was written on the command line into a plan that can be carried out."""
+    from dphero.experiments import grid
+
+    in_file = [str(layer["method"]) for layer in layers if "method" in layer]
+    plan = grid.grid(
+        *layers,
+        methods=_words(methods) if methods is not None else in_file[-1:] or ["dp-sgd", "dp-hero"],
+        epsilons=[_number("--epsilons", word) for word in _words(epsilons or "")],
+        seeds=_seeds(seeds or "3"),
+        vary=grid.parse_variations(vary or []),
+    )
+    grid.check(plan)
+    return plan
+
+
+class _Display:
+    """Shows a sweep as bars: one for all runs, one for each run at work."""
+
+    def __init__(self, bar: Progress, overall: Any) -> None:
+        self._bar, self._overall = bar, overall
+        self._tasks: dict[str, Any] = {}
+        self._failed: set[str] = set()
+
+    def __call__(self, standing: Standing) -> None:
+        bar = self._bar
+        left = standing.runs - len(standing.done) - len(standing.failed) - len(standing.running)
+        figures = f"{len(standing.done)} of {standing.runs} done, {len(standing.running)} running, {left} waiting"
+        if standing.failed:
+            figures += f", {len(standing.failed)} failed"
+        bar.update(
+            self._overall, description="All runs", completed=standing.completed, total=standing.runs, figures=figures
+        )
+        for name in set(self._tasks) - set(standing.running):
+            bar.remove_task(self._tasks.pop(name))
+        for name, state in standing.running.items():
+            if name not in self._tasks:
+                self._tasks[name] = bar.add_task(f"  {name}", total=None, figures="starting")
+            if state.get("steps"):
+                bar.update(
+                    self._tasks[name], completed=state["step"], total=state["steps"], figures=_run_figures(state)
+                )
+        for name in set(standing.failed) - self._failed:
+            self._failed.add(name)
+            bar.console.print(f"{name} failed: {standing.failed[name]}", markup=False, highlight=False)
+
+
+def _run_figures(state: Any) -> str:
+    parts = [f"step {state['step']} of {state['steps']}"]
+    if state.get("accuracy") is not None:
+        parts.append(f"accuracy {state['accuracy']:.2%}")
+    if state.get("epsilon") is not None:
+        parts.append(f"ε {state['epsilon']:.3g}")
+    return "  ".join(parts)
+
+
+def _new_folder(plan: list[Planned]) -> Path:
+    """Return a name under comparisons/ that tells what and when, and is free."""
+    data = Path(plan[0].recipe.data.replace(":", "-")).stem
+    stem = f"{data}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(path for path in (Path("comparisons") / name for name in names) if not path.exists())
+
+
+def _print_json(rows: list[Row], directory: Path) -> None:
+    from dphero.experiments.files import to_json
+    from dphero.experiments.table import as_dicts, notes
+
+    typer.echo(to_json({"comparison": str(directory), "rows": as_dicts(rows), "notes": notes(rows)}))
+
+
+def _show(rows: list[Row], directory: Path) -> None:
+    """Print table, methods and notes for people."""
+    from dphero.experiments.table import cells, method_cells, notes
+
+    console = Console(highlight=False)
+    for headings, texts in (cells(rows), method_cells(rows)):
+        table = Table(*headings)
+        for line in texts:
+            table.add_row(*line, style="red" if "UNSOUND AS PUBLISHED" in line else None)
+        console.print(table)
+    for note in notes(rows):
+        console.print(f"- {note}", markup=False)
+    for row in rows:
+        for name, error in row.errors.items():
+            console.print(f"{name} failed: {error}", markup=False, style="red")
+    if any(row.errors for row in rows):
+        console.print(f"Try the failed runs again with: dphero compare --resume {directory}", markup=False)
+    console.print(f"Tables, plots and runs are in {directory}.", markup=False)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
+
+
+def _seeds(text: str) -> list[int]:
+    words = _words(text)
+    if not words or not all(word.isdigit() for word in words) or text.strip() == "0":
+        raise ValueError(f"--seeds takes a number of seeds, or seeds separated by commas, got {text!r}")
+    return list(map(int, words)) if "," in text else list(range(int(words[0])))

@@ -1,0 +1,47 @@
+"""``dphero predict``: use the model of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dphero.cli._price import JsonOption
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("predict")(predict)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    file: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npy or .npz array, or an idx file.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Let a trained model say what it sees, with the probability that it gives."""
+    from dphero.experiments.files import to_json
+    from dphero.experiments.prediction import Predictor
+
+    try:
+        predictor = Predictor(run)
+        found = predictor.predict(file)
+    except ImportError as error:
+        raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
+    if as_json:
+        predictions = [
+            {"input": each.name, "class": each.label, "probability": each.probability, "converted": each.converted}
+            for each in found
+        ]
+        typer.echo(to_json({"run": str(run), "classes": predictor.classes, "predictions": predictions}))
+        return
+    headings = ["input", "class", "probability"]
+    converted = any(each.converted for each in found)
+    table = Table(*headings, *(["converted"] if converted else []))
+    for each in found:
+        row = [each.name, each.label, f"{each.probability:.1%}"]
+        table.add_row(*row, *([each.converted] if converted else []))
+    Console(highlight=False).print(table)

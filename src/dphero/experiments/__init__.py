@@ -1,0 +1,7 @@
+"""Experiments: runs with their files, comparisons, and the paper's table and figures."""
+
+from dphero.experiments.defaults import resolve
+from dphero.experiments.rundir import RunDirectory
+from dphero.experiments.training import Interrupted, Progress, prepare, train
+
+__all__ = ["Interrupted", "Progress", "RunDirectory", "prepare", "resolve", "train"]

@@ -1,0 +1,181 @@
+"""A run directory: everything that is kept of one training.
+
+=====================  =================================================================================
+``recipe.toml``        what was to be done, complete: ``dphero train --recipe`` repeats it
+``environment.json``   versions and machine
+``metrics.jsonl``      one line per evaluation
+``ledger.json``        what was released
+``checkpoint.pt``      everything that resuming needs, the key of the noise included: **as secret as the data**
+``model.safetensors``  the trained weights
+``model.json``         which network they belong to, the shape of its inputs, the names of its classes
+``statement.txt``      what was promised (and ``statement.json``)
+``result.json``        the outcome; there once the run is finished
+``tensorboard/``       curves for TensorBoard
+=====================  =================================================================================
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dphero import recipe as recipes
+from dphero.accounting import Ledger, Statement
+from dphero.experiments.files import read_lines, to_json, write_atomically, write_text
+from dphero.recipe import Recipe
+
+__all__ = ["RunDirectory"]
+
+
+class RunDirectory:
+    """The files of one run. Use :meth:`create` or :meth:`open`.
+
+    Attributes:
+        path: The directory.
+        recipe: What the run does.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.path, self.recipe = path, recipe
+
+    @classmethod
+    def create(cls, path: str | PathLike[str], recipe: Recipe) -> RunDirectory:
+        """Make the directory of a new run.
+
+        Raises:
+            ValueError: If a run is in it already.
+            OSError: If it cannot be written.
+        """
+        path = Path(path)
+        if (path / "recipe.toml").exists():
+            raise ValueError(f"{path} holds a run already: go on with --resume {path}, or give another --out")
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / "environment.json", to_json(_environment(), indent=2) + "\n")
+        write_text(path / "recipe.toml", recipe.to_toml())
+        return cls(path, recipe)
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> RunDirectory:
+        """Open the directory of a run that was begun before.
+
+        Raises:
+            ValueError: If there is no run in it.
+        """
+        path = Path(path)
+        if not (path / "recipe.toml").is_file():
+            raise ValueError(f"{path} is not the directory of a run: there is no recipe.toml in it")
+        return cls(path, recipes.merge(recipes.load(path / "recipe.toml")))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training the same run.
+
+        Raises:
+            ValueError: If one does already.
+        """
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process is training {self.path} at this moment") from None
+            yield
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file that resuming needs."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The outcome, or ``None`` while the run is not finished."""
+        path = self.path / "result.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the outcome: the last thing that a run does."""
+        write_text(self.path / "result.json", to_json(dict(result), indent=2) + "\n")
+
+    # -- metrics ------------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The evaluations so far."""
+        return read_lines(self.path / "metrics.jsonl")
+
+    def add_metrics(self, values: Mapping[str, Any]) -> None:
+        """Append one evaluation."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(to_json(dict(values)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the evaluations of steps that a checkpoint does not hold: they are about to be taken again."""
+        kept = [line for line in self.metrics if line["step"] <= step]
+        write_text(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in kept))
+
+    # -- what was released --------------------------------------------------------------------------------
+
+    def save_ledger(self, ledger: Ledger) -> None:
+        """Write the ledger."""
+        write_text(self.path / "ledger.json", ledger.to_json() + "\n")
+
+    def save_statement(self, statement: Statement) -> None:
+        """Write the privacy statement, for people and for machines."""
+        write_text(self.path / "statement.txt", statement.text + "\n")
+        write_text(self.path / "statement.json", to_json(statement.as_dict(), indent=2) + "\n")
+
+    def save_model(self, model: torch.nn.Module) -> None:
+        """Write the model's weights: what may be published."""
+        from safetensors.torch import save_model
+
+        write_atomically(self.path / "model.safetensors", lambda partial: save_model(model, str(partial)))
+
+    def save_signature(self, shape: tuple[int, ...], classes: tuple[str, ...]) -> None:
+        """Write what the model takes and what its outputs mean: enough to use it without the training data."""
+        values = {"model": self.recipe.model, "shape": list(shape), "classes": list(classes)}
+        write_text(self.path / "model.json", to_json(values, indent=2) + "\n")
+
+    def load_model(self, model: torch.nn.Module) -> None:
+        """Read the weights of a finished run into a model."""
+        from safetensors.torch import load_model
+
+        path = self.path / "model.safetensors"
+        if not path.exists():
+            raise ValueError(
+                f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
+            )
+        load_model(model, str(path))
+
+
+def _environment() -> dict[str, Any]:
+    names = ("dphero", "torch", "numpy", "scipy", "dp-accounting")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: _version(name) for name in names},
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,341 @@
+"""The training loop around any method: evaluation, files, progress, interruption, resuming."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero import data as datasets
+from dphero import models
+from dphero.accounting import BudgetExhausted
+from dphero.data import Data, Split
+from dphero.experiments.curves import Curves
+from dphero.experiments.rundir import RunDirectory
+from dphero.methods import Step, Task, Trainer, make
+from dphero.models import FeatureModel
+from dphero.recipe import Recipe
+
+__all__ = ["Interrupted", "Progress", "prepare", "stoppable", "train"]
+
+_PRICING_SHARE = 0.05  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
+_CHUNK = 1000  # test images that pass through the model at a time
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop. It was saved first, and can be resumed."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands. All but ε and the signal-to-noise ratio is computed without noise: for its owner's eyes.
+
+    Attributes:
+        step: Steps taken.
+        steps: Steps in all.
+        loss: Mean training loss of the latest steps.
+        accuracy: Test accuracy at the latest evaluation, if there was one.
+        epsilon: A bound on ε after one of the latest steps.
+        clipped: Share of the latest examples whose gradient was clipped.
+        signal_to_noise: Of the released gradients.
+        seconds: Time spent in training, earlier parts of a resumed run included.
+    """
+
+    step: int
+    steps: int
+    loss: float | None = None
+    accuracy: float | None = None
+    epsilon: float | None = None
+    clipped: float | None = None
+    signal_to_noise: float | None = None
+    seconds: float = 0.0
+
+
+def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
+    """Load the data to the device, once, and build the model.
+
+    A model that begins with a fixed transform has it applied to all images here: training sees the features only.
+
+    Args:
+        recipe: What to prepare.
+        data: The data, if it is loaded already.
+
+    Raises:
+        ValueError: If data, model or device do not exist or do not fit together.
+    """
+    device = _device(recipe.device)
+    data = datasets.load(recipe.data) if data is None else data
+    if data.public_size and recipe.dataset_size is None:
+        recipe = recipe.with_(dataset_size="public")
+    classes = len(data.classes)
+    model = models.build(recipe.model, tuple(data.train.images.shape[1:]), classes, seed=recipe.seed or 0)
+    model = make(recipe.method, recipe.options).network(model).to(device)
+    images, labels = data.train.images.to(device), data.train.labels.to(device)
+    module, inputs = model, images
+    if isinstance(model, FeatureModel):
+        module, inputs = model.head, features(model, images)
+    if recipe.delta * len(labels) >= 1:
+        raise ValueError(
+            f"delta {recipe.delta:g} is not below one over the number of examples: it would allow publishing "
+            "somebody's record. Give a smaller --delta"
+        )
+    task = Task(
+        recipe=recipe,
+        train=TensorDataset(inputs, labels),
+        model=model,
+        module=module,
+        images=images,
+        classes=classes,
+    )
+    return task, data
+
+
+def train(
+    directory: RunDirectory,
+    *,
+    report: Callable[[Progress], None] = lambda progress: None,
+    data: Data | None = None,
+    save_seconds: float = 30.0,
+) -> dict[str, Any]:
+    """Train, or go on with, the run of a directory; return its result.
+
+    A finished run is not touched. A run that was killed goes on from its last checkpoint, with the same lots and the
+    same noise: what it releases then is what it would have released.
+
+    Args:
+        directory: The run.
+        report: Called after every step.
+        data: The data, if it is loaded already.
+        save_seconds: Time between checkpoints.
+
+    Raises:
+        Interrupted: If the process was asked to stop (Ctrl-C, SIGTERM); the run was saved.
+        ValueError: For a recipe that cannot be trained.
+    """
+    if directory.result is not None:
+        return directory.result
+    with directory.locked(), stoppable() as asked_to_stop:
+        task, data = prepare(directory.recipe, data)
+        trainer = make(task.recipe.method, task.recipe.options).start(task)
+        try:
+            return _Loop(directory, trainer, data, report).run(asked_to_stop, save_seconds)
+        finally:
+            trainer.close()
+
+
+class _Loop:
+    """One run in this process."""
+
+    def __init__(
+        self, directory: RunDirectory, trainer: Trainer, data: Data, report: Callable[[Progress], None]
+    ) -> None:
+        self.directory, self.trainer, self.report = directory, trainer, report
+        self.recipe = trainer.task.recipe
+        self.test, self.classes = Evaluation(data.test, trainer.task.device), data.classes
+        self.epoch_steps = max(1, round(trainer.steps / self.recipe.epochs))
+        self.evaluate_steps = self.recipe.evaluate_every or self.epoch_steps
+        self.next_pricing = 0.0
+        self.losses: list[Tensor] = []
+        self.seconds = 0.0
+        self.latest = Progress(trainer.step, trainer.steps)
+
+    def run(self, asked_to_stop: Callable[[], bool], save_seconds: float) -> dict[str, Any]:
+        """Take all steps that are left, then write the outcome."""
+        self._resume()
+        saved = started = time.monotonic()
+        before = self.seconds
+        with Curves(self.directory.path / "tensorboard", self.trainer.step) as curves:
+            while not self.trainer.finished:
+                try:
+                    step = self.trainer.advance()
+                except BudgetExhausted:
+                    break
+                self.seconds = before + time.monotonic() - started
+                self._note(step)
+                if self.trainer.step % self.evaluate_steps == 0 or self.trainer.finished:
+                    curves.add(self._evaluate())
+                if asked_to_stop():
+                    self._save()
+                    raise Interrupted(f"stopped after step {self.trainer.step} and saved")
+                if time.monotonic() - saved >= save_seconds:
+                    self._save()
+                    saved = time.monotonic()
+        return self._finish()
+
+    def _resume(self) -> None:
+        if self.directory.checkpoint.exists():
+            extra = self.trainer.load(self.directory.checkpoint)
+            self.seconds = float(extra["seconds"])
+        else:
+            self._save()  # the keys of lots and noise: whatever happens next can be repeated, not drawn anew
+        self.directory.forget_metrics_after(self.trainer.step)
+        metrics = self.directory.metrics
+        accuracy = metrics[-1]["accuracy"] if metrics else None
+        self.latest = Progress(self.trainer.step, self.trainer.steps, accuracy=accuracy, seconds=self.seconds)
+
+    def _save(self) -> None:
+        """The ledger first: what was released must be on record before anything can go wrong."""
+        self.directory.save_ledger(self.trainer.ledger)
+        self.trainer.save(self.directory.checkpoint, {"seconds": self.seconds})
+
+    def _note(self, step: Step) -> None:
+        self.losses.append(step.loss)
+        taken, latest = self.trainer.step, self.latest
+        epsilon, loss = latest.epsilon, latest.loss
+        if time.monotonic() >= self.next_pricing:
+            epsilon = self._epsilon()
+        if len(self.losses) >= 10 or loss is None:  # not at every step: on a GPU it waits for all that was asked before
+            loss = self._mean_loss()
+        self.latest = Progress(
+            step=taken,
+            steps=self.trainer.steps,
+            loss=loss,
+            accuracy=latest.accuracy,
+            epsilon=epsilon,
+            clipped=_smooth(latest.clipped, step.clipped),
+            signal_to_noise=_smooth(latest.signal_to_noise, step.signal_to_noise),
+            seconds=self.seconds,
+        )
+        self.report(self.latest)
+
+    def _epsilon(self) -> float:
+        started = time.monotonic()
+        epsilon = self.trainer.price(self.recipe.delta, coarse=True).epsilon
+        self.next_pricing = time.monotonic() + (time.monotonic() - started) / _PRICING_SHARE
+        return epsilon
+
+    def _mean_loss(self) -> float:
+        mean = torch.stack(self.losses).mean().item()
+        self.losses.clear()
+        return mean
+
+    def _evaluate(self) -> dict[str, Any]:
+        accuracy = self.test.accuracy(self.trainer.model)
+        loss = self._mean_loss() if self.losses else self.latest.loss
+        epsilon, latest = self._epsilon(), self.latest
+        values = {
+            "step": latest.step,
+            "epoch": latest.step / self.epoch_steps,
+            "accuracy": accuracy,
+            "loss": loss,
+            "epsilon": epsilon,
+            "clipped": latest.clipped,
+            "signal_to_noise": latest.signal_to_noise,
+            "seconds": round(self.seconds, 3),
+        }
+        self.directory.add_metrics(values)
+        self.latest = Progress(
+            latest.step, latest.steps, loss, accuracy, epsilon, latest.clipped, latest.signal_to_noise, self.seconds
+        )
+        self.report(self.latest)
+        return values
+
+    def _finish(self) -> dict[str, Any]:
+        self._save()
+        trainer, delta = self.trainer, self.recipe.delta
+        statement = trainer.statement(delta)
+        self.directory.save_statement(statement)
+        self.directory.save_model(trainer.model)
+        self.directory.save_signature(tuple(trainer.task.images.shape[1:]), self.classes)
+        price = statement.price
+        metrics = self.directory.metrics
+        evaluated = bool(metrics) and metrics[-1]["step"] == trainer.step
+        result = {
+            "accuracy": metrics[-1]["accuracy"] if evaluated else self.test.accuracy(trainer.model),
+            "epsilon": price.epsilon,
+            "delta": price.delta,
+            "steps": trainer.step,
+            "method": trainer.card.name,
+            "run": str(self.directory.path),
+            "accountant": price.accountant,
+            "is_bound": price.is_bound,
+            "protects": trainer.card.protects,
+            "sound": trainer.card.sound,
+            "noise_multiplier": _noise_multiplier(trainer),
+            "seconds": round(self.seconds, 2),
+            "other_prices": {name: other.epsilon for name, other in trainer.compared_prices(delta).items()},
+        }
+        self.directory.finish(result)
+        found = self.directory.result
+        assert found is not None
+        return found
+
+
+def _noise_multiplier(trainer: Trainer) -> float | None:
+    """σ of the run's releases, if they all had the same."""
+    found = {getattr(event, "noise_multiplier", None) for event in trainer.ledger.counts}
+    return found.pop() if len(found) == 1 else None
+
+
+def _smooth(old: float | None, new: float | None) -> float | None:
+    if old is None or new is None:
+        return old if new is None else new
+    return 0.9 * old + 0.1 * new
+
+
+class Evaluation:
+    """Test images on the device, and how many of them a model gets right."""
+
+    def __init__(self, test: Split, device: torch.device) -> None:
+        self.images, self.labels = test.images.to(device), test.labels.to(device)
+        self._features: tuple[nn.Module, Tensor] | None = None
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """Return the share of images that are classified rightly; fixed features are computed once."""
+        was_training = model.training
+        model.eval()
+        head, inputs = model, self.images
+        if isinstance(model, FeatureModel):
+            if self._features is None or self._features[0] is not model.features:
+                self._features = (model.features, features(model, self.images))
+            head, inputs = model.head, self._features[1]
+        found = torch.cat([head(part).argmax(1) for part in inputs.split(_CHUNK)])
+        model.train(was_training)
+        return (found == self.labels).float().mean().item()
+
+
+@torch.no_grad()
+def features(model: FeatureModel, images: Tensor) -> Tensor:
+    """Return the fixed features of images, computed in parts that fit in memory."""
+    return torch.cat([model.features(part) for part in images.split(_CHUNK)])
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+@contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C and SIGTERM into a request that the loop answers between two steps; a second Ctrl-C is immediate."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        former: Mapping[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: somebody else handles signals
+        former = {}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

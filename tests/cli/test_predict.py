@@ -1,0 +1,45 @@
+"""``dphero predict`` for people and programs."""
+
+import json
+
+import numpy as np
+from PIL import Image
+from typer.testing import CliRunner
+
+from dphero import models
+from dphero.cli import app
+from dphero.experiments import RunDirectory
+from dphero.recipe import Recipe
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["predict", *map(str, arguments)])
+
+
+def made(path):
+    directory = RunDirectory.create(path, Recipe(data="mine.npz", model="mlp"))
+    directory.save_model(models.build("mlp", (1, 6, 5), 3))
+    directory.save_signature((1, 6, 5), ("cat", "dog", "owl"))
+    return path
+
+
+def test_people_and_programs(tmp_path):
+    directory = made(tmp_path / "run")
+    Image.fromarray(np.full((6, 5, 3), 200, np.uint8)).save(tmp_path / "some.png")
+    shown = run(directory, tmp_path / "some.png")
+    assert shown.exit_code == 0 and "some.png" in shown.stdout and "colour to grey" in shown.stdout
+    record = json.loads(run(directory, tmp_path / "some.png", "--json").stdout)
+    (found,) = record["predictions"]
+    assert record["classes"] == ["cat", "dog", "owl"] and list(found) == ["input", "class", "probability", "converted"]
+    assert found["class"] in shown.stdout and f"{found['probability']:.1%}" in shown.stdout
+
+
+def test_errors_are_one_line(tmp_path):
+    directory = made(tmp_path / "run")
+    for arguments, message in (
+        ((tmp_path, "x.png"), "not the directory of a run"),
+        ((directory, tmp_path / "x.png"), "there is no file"),
+        ((directory,), "Missing argument"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and result.stdout == "" and message in " ".join(result.stderr.split())

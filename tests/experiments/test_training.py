@@ -1,0 +1,270 @@
+"""Runs: what they keep, how they resume, what they refuse."""
+
+import errno
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dphero import methods
+from dphero.accounting import Ledger, price
+from dphero.experiments import Interrupted, RunDirectory, prepare, resolve, train
+from dphero.experiments import training as loop
+from dphero.experiments.files import to_json
+
+pytest.importorskip("sklearn")
+
+SETTINGS = {"data": "digits", "noise_multiplier": 3.0, "epochs": 4, "seed": 0}
+
+
+def begin(path, **settings):
+    return RunDirectory.create(path, resolve({**SETTINGS, **settings}))
+
+
+def weights(directory):
+    return load_file(directory.path / "model.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    directory = begin(tmp_path_factory.mktemp("unbroken") / "run")
+    train(directory)
+    return directory
+
+
+def test_a_run_directory_tells_the_whole_story(unbroken):
+    result, path = unbroken.result, unbroken.path
+    assert result["steps"] == 12 and result["method"] == "dp-hero"
+    ledger = Ledger.from_json((path / "ledger.json").read_text())
+    assert ledger.steps == 12
+    assert price(ledger, result["delta"]).epsilon == result["epsilon"]
+    assert "one training example" in (path / "statement.txt").read_text()
+    assert json.loads((path / "statement.json").read_text())["epsilon"] == result["epsilon"]
+    metrics = unbroken.metrics
+    assert [line["step"] for line in metrics] == [3, 6, 9, 12]
+    assert metrics[-1]["accuracy"] == result["accuracy"]
+    assert all(first["epsilon"] < then["epsilon"] for first, then in pairwise(metrics))
+    environment = json.loads((path / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert (path / "checkpoint.pt").stat().st_mode & 0o077 == 0  # it holds the key of the noise
+    assert list((path / "tensorboard").iterdir())
+
+
+def test_the_recipe_of_a_run_repeats_it(unbroken, tmp_path):
+    again = RunDirectory.create(tmp_path / "again", RunDirectory.open(unbroken.path).recipe)
+    train(again)
+    assert same(weights(again), weights(unbroken))
+
+
+def test_a_finished_run_is_not_touched(unbroken, monkeypatch):
+    monkeypatch.setattr(loop, "prepare", lambda *_: pytest.fail("trained again"))
+    assert train(unbroken) == unbroken.result
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(unbroken, tmp_path):
+    directory = begin(tmp_path / "run")
+
+    def interrupt(progress):
+        if progress.step == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="step 5"):
+        train(directory, report=interrupt)
+    assert directory.result is None
+    assert Ledger.from_json((directory.path / "ledger.json").read_text()).steps == 5
+    train(RunDirectory.open(directory.path))
+    assert same(weights(directory), weights(unbroken))
+    assert directory.result["epsilon"] == unbroken.result["epsilon"]
+    assert [line["step"] for line in directory.metrics] == [3, 6, 9, 12]
+
+
+def test_evaluations_after_the_checkpoint_are_forgotten(tmp_path):
+    directory = begin(tmp_path / "run")
+    for step in (3, 6, 9):
+        directory.add_metrics({"step": step})
+    with open(directory.path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1')  # a line that a crash cut short
+    directory.forget_metrics_after(6)
+    assert [line["step"] for line in directory.metrics] == [3, 6]
+
+
+KILLED = """
+import sys, time, torch
+torch.set_num_threads(2)  # as in this process: sums depend on it in their last digits
+from dphero.experiments import RunDirectory, train
+directory = RunDirectory.open(sys.argv[1])
+train(directory, save_seconds=0.0, report=lambda progress: time.sleep(0.05))
+"""
+
+
+def test_kill_9_loses_nothing_and_trains_nothing_twice(unbroken, tmp_path):
+    directory = begin(tmp_path / "run")
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(directory.path)])
+    while not directory.metrics:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert directory.result is None
+    seen = []
+    train(directory, report=lambda progress: seen.append(progress.step))
+    assert seen[0] > 1  # it went on; it did not begin again
+    assert same(weights(directory), weights(unbroken))
+    assert directory.result["epsilon"] == unbroken.result["epsilon"]
+    assert Ledger.from_json((directory.path / "ledger.json").read_text()).steps == 12
+
+
+def test_without_a_seed_a_killed_run_repeats_its_own_noise(tmp_path):
+    directory = begin(tmp_path / "run", seed=None)
+    first = {}
+
+    def remember(progress):
+        first[progress.step] = progress.loss
+        if progress.step == 2:
+            raise MemoryError  # nothing is saved on the way out
+
+    with pytest.raises(MemoryError):
+        train(directory, report=remember)
+    again = {}
+    train(directory, report=lambda progress: again.setdefault(progress.step, progress.loss))
+    assert again[1] == first[1]
+
+
+def test_two_processes_cannot_train_one_run(tmp_path):
+    directory = begin(tmp_path / "run")
+    with directory.locked(), pytest.raises(ValueError, match="another process"):
+        train(RunDirectory.open(directory.path))
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(unbroken, tmp_path, monkeypatch):
+    directory = begin(tmp_path / "run")
+    save = torch.save
+
+    def full(contents, file):
+        if contents["engine"]["mechanism"]["releases"] >= 3:
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(contents, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        train(directory, save_seconds=0.0)
+    monkeypatch.undo()
+    assert not list(directory.path.glob(".checkpoint*"))
+    train(directory)
+    assert same(weights(directory), weights(unbroken))
+
+
+@pytest.mark.parametrize("method", ["sgd", "dp-sgd"])
+def test_other_methods_resume_too(method, tmp_path):
+    whole = begin(tmp_path / "whole", method=method)
+    train(whole)
+    parts = begin(tmp_path / "parts", method=method)
+    with pytest.raises(Interrupted):
+        train(parts, report=lambda progress: progress.step == 4 and signal.raise_signal(signal.SIGTERM))
+    train(parts)
+    assert same(weights(whole), weights(parts))
+
+
+def test_ordinary_training_costs_infinitely_much(tmp_path):
+    directory = begin(tmp_path / "run", method="sgd")
+    result = train(directory)
+    assert result["epsilon"] is None  # JSON has no infinity
+    assert math.isinf(price(Ledger.from_json((directory.path / "ledger.json").read_text()), 1e-5).epsilon)
+    assert "nothing is guaranteed" in (directory.path / "statement.txt").read_text()
+
+
+def test_the_published_recipe_is_labelled_and_priced(tmp_path):
+    directory = begin(tmp_path / "run", method="dp-hero-published", epochs=1, model="mlp", options={"floor": 0.1})
+    result = train(directory)
+    sound = train(begin(tmp_path / "sound", method="dp-sgd", epochs=1, model="mlp"))
+    assert result["epsilon"] > sound["epsilon"]  # the same nominal noise, and worth less
+    claimed = result["other_prices"]["claimed by the paper"]
+    assert result["sound"] is False and not result["is_bound"]
+    assert result["epsilon"] > claimed
+    assert "UNSOUND AS PUBLISHED" in (directory.path / "statement.txt").read_text()
+
+
+def test_published_without_a_floor_may_protect_nothing(tmp_path):
+    directory = begin(tmp_path / "run", method="dp-hero-published", epochs=1)  # its 32×16 weight has 16 bare directions
+    result = train(directory)
+    assert result["epsilon"] is None and result["steps"] == 3
+    assert result["other_prices"]["claimed by the paper"] < 10
+    assert "nothing is guaranteed" in (directory.path / "statement.txt").read_text()
+
+
+def test_physical_batches_change_nothing_but_memory(unbroken, tmp_path):
+    directory = begin(tmp_path / "run", physical_batch=100)
+    train(directory)
+    for name, value in weights(unbroken).items():
+        torch.testing.assert_close(weights(directory)[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_features_are_computed_once(tmp_path):
+    recipe = resolve({**SETTINGS, "model": "scatter-linear"})
+    task, _ = prepare(recipe)
+    assert task.module is task.model.head
+    assert task.train.tensors[0].shape[1:] != task.images.shape[1:]
+    torch.testing.assert_close(task.model.features(task.images[:3]), task.train.tensors[0][:3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data": "nonsense"}, "nonsense"),
+        ({"model": "nonsense"}, "nonsense"),
+        ({"method": "dp-herro"}, "did you mean 'dp-hero"),
+        ({"options": {"exponant": 1}}, "no option 'exponant'; it has exponent"),
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"lot": 5000}, "larger than the data"),
+        ({"delta": 1e-3}, "delta"),
+        ({"guidance": "magic"}, "magic"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_a_reason(settings, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train(begin(tmp_path / "run", **settings))
+
+
+def test_a_target_that_no_noise_meets(tmp_path):
+    recipe = resolve({"data": "digits", "epsilon": 1e-6, "delta": 1e-13, "epochs": 1000})
+    with pytest.raises(ValueError, match="out of reach"):
+        train(RunDirectory.create(tmp_path / "run", recipe))
+
+
+def test_private_methods_want_a_price(tmp_path):
+    settings = {name: value for name, value in SETTINGS.items() if name != "noise_multiplier"}
+    with pytest.raises(ValueError, match="--epsilon or --noise-multiplier"):
+        train(RunDirectory.create(tmp_path / "run", resolve(settings)))
+
+
+def test_a_directory_is_used_once(unbroken):
+    with pytest.raises(ValueError, match="--resume"):
+        RunDirectory.create(unbroken.path, unbroken.recipe)
+
+
+def test_only_run_directories_are_opened(tmp_path):
+    with pytest.raises(ValueError, match=r"no recipe\.toml"):
+        RunDirectory.open(tmp_path)
+
+
+def test_every_card_is_complete():
+    for name, method in methods.METHODS.items():
+        card = method.card
+        assert card.name == name
+        assert all((card.title, card.protects, card.relation, card.sampling, card.paper, card.priced)), name
+
+
+def test_json_has_no_infinity():
+    assert to_json({"a": [math.inf, 1.0], "b": math.nan}) == '{"a": [null, 1.0], "b": null}'
