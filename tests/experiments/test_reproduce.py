@@ -1,0 +1,213 @@
+"""The paper's items at their smallest: files, labels, prices, plans, and going on after an interruption."""
+
+import csv
+import json
+import math
+import os
+import signal
+from functools import cache
+
+import pytest
+import torch
+
+from dphero.accounting import Ledger, PoissonGaussian, claimed_by_paper, price
+from dphero.experiments import Interrupted
+from dphero.experiments.paper import figures, linear, running, table1
+from dphero.experiments.paper.items import ITEMS, find
+from dphero.experiments.paper.settings import DELTAS, LOTS, PUBLISHED, RATES, SIGMAS, UNSOUND, noise_for
+from dphero.experiments.plan import save_plan
+from dphero.experiments.sweep import outcomes, sweep
+from dphero.experiments.worker import train_run
+
+pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
+
+FILES = ("png", "svg", "csv", "json", "md")
+
+
+def sweep_here(plan, directory, *, workers, report):
+    """Train in this process: starting workers would take longer than the training."""
+    save_plan(directory, plan)
+    errors = {}
+    for planned in plan:
+        answer = train_run(str(directory / "runs" / planned.name), planned.recipe.as_dict())
+        if answer["kind"] != "done":
+            errors[planned.name] = answer["error"]
+    return outcomes(plan, directory, errors)
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory):
+    """What becomes of an item, tiny; each is done once."""
+    out = tmp_path_factory.mktemp("reproduction")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "sweep", sweep_here)
+        yield cache(lambda name: (running.reproduce(name, out, size="tiny"), out))
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_every_item_writes_its_picture_its_data_and_its_table(reproduced, name):
+    found, out = reproduced(name)
+    assert not found.failed
+    assert {path.name for path in found.files} == {f"{name}.{kind}" for kind in FILES}
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with open(out / f"{name}.csv", encoding="utf-8") as file:
+        assert list(csv.DictReader(file))
+    kept = json.loads((out / f"{name}.json").read_text())
+    assert kept["rows"] and kept["size"] == "tiny" and kept["paper"] == ITEMS[name].paper
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_published_recipe_is_labelled_everywhere(reproduced, name):
+    _, out = reproduced(name)
+    for kind in ("svg", "csv", "json", "md"):  # matplotlib keeps an SVG's texts as comments
+        assert UNSOUND in (out / f"{name}.{kind}").read_text(), kind
+
+
+@pytest.mark.parametrize("name", ["iterations", "epochs", "cifar", "lots", "learning-rates", "epsilon-boxes"])
+def test_each_row_has_its_true_price_and_the_published_one_its_claim_besides(reproduced, name):
+    rows = reproduced(name)[0].report.rows
+    assert {row["method"] for row in rows} >= {"dp-sgd", "dp-hero", PUBLISHED}
+    for row in rows:
+        for delta in DELTAS:
+            claim, true = row.get(f"claimed ε, δ {delta:.0e}"), row.get(f"true ε, δ {delta:.0e}")
+            if row["method"] == PUBLISHED:
+                assert row["remark"] == UNSOUND
+                assert claim == claimed_by_paper([row["σ"]], delta).epsilon
+                assert true == math.inf  # the digits' network has a layer with more rows than columns
+            else:
+                assert row["remark"] == "" and claim is None
+    private = next(row for row in rows if row["method"] == "dp-hero")
+    lot, steps = private.get("L", 512), private.get("steps", 4)
+    ledger = Ledger()
+    ledger.record(PoissonGaussian(lot / 1437, private["σ"]), steps)
+    assert private["true ε, δ 1e-06"] == pytest.approx(price(ledger, 1e-6, "pld").epsilon, rel=1e-6)
+
+
+def test_the_curves_have_a_point_at_every_look(reproduced):
+    points = reproduced("iterations")[0].report.points
+    assert {point["step"] for point in points if point["method"] != "sgd"} == {2, 4}
+
+
+def test_table_1_compares_at_no_more_than_the_printed_epsilon(reproduced):
+    rows = reproduced("table1")[0].report.rows
+    assert {row["system"] for row in rows} == {"DP-SGD", "no privacy", "LDP"}
+    for row in rows:
+        if math.isfinite(row["ε printed"]):
+            assert row["ours, system: true ε"] <= row["ε printed"] * 1.0001
+            assert row["ours, sound DP-Hero: true ε"] <= row["ε printed"] * 1.0001
+            assert row[f"published recipe, {UNSOUND}: true ε"] > row["ε printed"]
+    labels = next(row for row in rows if row["system"] == "LDP")
+    assert "label" in labels["protects"]
+
+
+def test_a_failed_run_is_named_and_the_others_are_shown(tmp_path, monkeypatch):
+    def one_fails(plan, directory, *, workers, report):
+        found = sweep_here(plan[:-1], directory, workers=workers, report=report)
+        lost = outcomes(plan[-1:], directory, {plan[-1].name: "out of luck"})
+        return found + lost
+
+    monkeypatch.setattr(running, "sweep", one_fails)
+    done = running.reproduce("noise-spectra", tmp_path, size="tiny")
+    assert list(done.failed.values()) == ["out of luck"]
+    assert done.report.rows
+
+
+# -- plans ------------------------------------------------------------------------------------------------
+
+
+def test_full_plans_cover_what_the_paper_varies():
+    planned = {made.name: made.plan("full") for made in (figures.ITERATIONS, figures.EPOCHS, figures.CIFAR_EPOCHS)}
+    for runs in planned.values():
+        assert {run.recipe.noise_multiplier for run in runs} == {None, *SIGMAS}
+        assert {run.recipe.method for run in runs} == {"sgd", "dp-sgd", "dp-hero", PUBLISHED}
+    assert {run.recipe.lot for run in figures.LOT_SIZES.plan("full")} == set(LOTS)
+    assert {run.recipe.lr for run in figures.LEARNING_RATES.plan("full")} == set(RATES)
+
+
+@pytest.mark.parametrize("size", ["quick", "full"])
+def test_runs_of_the_published_recipe_are_named_for_what_they_are(size):
+    for made in (figures.ITERATIONS, figures.EPOCHS, figures.CIFAR_EPOCHS, figures.LOT_SIZES, figures.LEARNING_RATES):
+        for run in made.plan(size):
+            assert ("UNSOUND-AS-PUBLISHED" in run.name) == (run.recipe.method == PUBLISHED)
+
+
+def test_a_plan_takes_as_many_steps_as_it_says():
+    for run in figures.LOT_SIZES.plan("quick"):
+        assert round(run.recipe.epochs * round(60_000 / run.recipe.lot)) == 120
+
+
+def test_the_printed_table_is_complete():
+    assert len(table1.PRINTED) == 19
+    assert sum(line.data == "cifar10" for line in table1.PRINTED) == 3
+    assert {line.method for line in table1.lines("quick")} == {line.method for line in table1.PRINTED}
+
+
+def test_equal_noise_is_calibrated_to_the_true_price():
+    sigma = noise_for(3.0, 1e-5, 0.01, 60)
+    ledger = Ledger()
+    ledger.record(PoissonGaussian(0.01, sigma), 60)
+    assert 2.97 < price(ledger, 1e-5, "pld").epsilon <= 3.0
+
+
+# -- the linear classifier --------------------------------------------------------------------------------
+
+
+def test_closed_forms_agree_with_drawn_noise():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(6, generator=generator, dtype=torch.float64)
+    direction = weight / weight.norm()
+    energy, weakest = linear.energies(inputs, weight)["orthogonal to W"]
+    assert weakest == 0
+    noise = torch.randn(200_000, 6, generator=generator, dtype=torch.float64)
+    noise = (noise - torch.outer(noise @ direction, direction)) * math.sqrt(6 / 5)
+    moved = noise @ inputs.T
+    scores = inputs @ weight
+    change = (scores + moved) * moved + moved * scores  # the paper's expression
+    assert torch.allclose(change.mean(0), energy, rtol=0.03, atol=0.03)
+    right = ((scores + moved) * scores.sign() > 0).double().mean()
+    assert linear._accuracy(scores.abs(), energy) == pytest.approx(float(right), abs=0.003)
+
+
+def test_all_shapes_have_the_same_total_variance():
+    corners = torch.eye(8, dtype=torch.float64)  # the sum of q over an orthonormal basis is the trace of the covariance
+    weight = torch.arange(1.0, 9.0, dtype=torch.float64)
+    for name, (energy, _) in linear.energies(corners, weight).items():
+        assert float(energy.sum()) == pytest.approx(8.0), name
+
+
+# -- names and going on -----------------------------------------------------------------------------------
+
+
+def test_an_unknown_item_is_refused_with_a_hint():
+    with pytest.raises(ValueError, match="did you mean 'epochs'"):
+        find("epoch")
+
+
+@pytest.mark.timeout(240)
+def test_interrupted_it_goes_on_and_keeps_what_is_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "sweep", sweep)
+
+    asked = []
+
+    def interrupt(standing):
+        if standing.done and not asked:
+            asked.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        running.reproduce("noise-spectra", tmp_path, size="tiny", workers=1, report=interrupt)
+    finished = sorted(tmp_path.glob("runs/noise-spectra-tiny/runs/*/result.json"))
+    assert 1 <= len(finished) < 3
+    before = [path.stat().st_mtime_ns for path in finished]
+    done = running.reproduce("noise-spectra", tmp_path, size="tiny", workers=1)
+    assert not done.failed
+    assert [path.stat().st_mtime_ns for path in finished] == before
+    assert len(list(tmp_path.glob("runs/noise-spectra-tiny/runs/*/result.json"))) == 3
+
+
+def test_runs_that_were_planned_otherwise_are_not_mixed_in(tmp_path):
+    save_plan(tmp_path / "runs" / "noise-spectra-tiny", figures.ITERATIONS.plan("tiny"))
+    with pytest.raises(ValueError, match="planned otherwise: move it away"):
+        running.reproduce("noise-spectra", tmp_path, size="tiny")
