@@ -73,7 +73,7 @@ def plain_with_noise(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled
     return step
 
 
-def dphero(guidance: str) -> Callable[..., Step]:
+def dphero(guidance: str, graphs: bool = False) -> Callable[..., Step]:
     def make(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
         from dphero import PrivacyEngine
 
@@ -86,6 +86,7 @@ def dphero(guidance: str) -> Callable[..., Step]:
             noise_multiplier=1.0,
             max_grad_norm=1.0,
             guidance=guidance,
+            cuda_graphs=graphs,
             expected_batch_size=rows,
             sampling="shuffle",  # lots of one fixed size, to compare with plain SGD at that size
         )
@@ -149,6 +150,8 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "plain+noise": plain_with_noise,
     "isotropic": dphero("isotropic"),
     "pca": dphero("pca"),
+    "isotropic-graphs": dphero("isotropic", graphs=True),
+    "pca-graphs": dphero("pca", graphs=True),
     "opacus-ghost": opacus("ghost"),
     "opacus-hooks": opacus("hooks"),
 }
@@ -223,13 +226,12 @@ def memory_of(options: argparse.Namespace) -> None:
     name, rows = options.models[0], options.rows
     step = build(options.memory_of, name, rows, options.device, options.compile)
     if options.device == "cuda":
-        allocated = torch.cuda.memory_allocated()
-        step()  # the first step also examines the model
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(3):
+        before = (
+            torch.cuda.memory_reserved()
+        )  # reserved, not allocated: graphs keep memory that the latter does not count
+        for _ in range(5):
             step()
-        print((torch.cuda.max_memory_allocated() - allocated) / 2**20)
+        print((torch.cuda.max_memory_reserved() - before) / 2**20)
         return
     Path("/proc/self/clear_refs").write_text("5")  # start the kernel's high-water mark anew
     before = resident("VmRSS")
@@ -248,7 +250,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="+", default=["lenet", "cifar-cnn", "mlp"], choices=list(MODELS))
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="all that the device can run, if not given")
     parser.add_argument("--rows", type=int, default=256, help="examples per batch (the transformer takes a quarter)")
     parser.add_argument("--rounds", type=int, help="15 if not given, 5 where plain SGD's 10 steps take above a second")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round; a multiple of 10 is fair to guidance")
@@ -258,7 +260,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.systems is None:
+        options.systems = [name for name in SYSTEMS if options.device == "cuda" or not name.endswith("graphs")]
+    return options
 
 
 def main() -> None:
