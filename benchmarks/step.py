@@ -10,7 +10,7 @@ takes as many steps as fit in the time of plain SGD's, at least one, so that it 
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
-the peak of torch's allocator over three steps after two others, above what was allocated before the first.
+the peak of what torch's allocator reserved over five steps, above what it had reserved before the first.
 """
 
 from __future__ import annotations
