@@ -1,0 +1,149 @@
+"""What the audit is worth: how often it notices planted faults, how often it cries wolf, how close it comes to ε.
+
+    python benchmarks/audit.py --out benchmarks/results/audit-cpu.json
+
+*Validity*: audits of the sound engine whose bound ends above the claim, which may happen to 5 %. *Power*: quick audits
+of a broken engine that refute its claim. *Tightness*: audited over true ε of one unsampled release. *Methods*: every
+method of the comparison, by small trainings. Everything is seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dphero.accounting import Ledger, PoissonGaussian
+from dphero.audit import Claim, EngineRelease, Settings, audit, audit_mechanism, audit_method, claim_of_ledger
+from dphero.audit.faults import FAULTS
+from dphero.audit.published import audit_published
+from dphero.guidance import PCA
+from dphero.methods import METHODS
+
+DELTA = 1e-5
+PUBLISHED = Settings("published", PCA(exponent=1.0, floor=0.0), noise_multiplier=2.0)
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4))
+
+
+def one_release(sigma: float, rate: float, releases: int, seed: int, release: EngineRelease | None = None) -> Any:
+    release = release or EngineRelease(Settings(noise_multiplier=sigma), tiny(), sample_rate=rate, seed=seed)
+    ledger = Ledger().with_event(PoissonGaussian(rate, sigma))
+    found = audit(release, claim(ledger), name="release", releases=releases)
+    assert release.ledger() == ledger  # what the engine charged is what was tested
+    return found
+
+
+@cache
+def claim_of(text: str) -> Claim:
+    return claim_of_ledger(Ledger.from_json(text), DELTA)
+
+
+def claim(ledger: Ledger) -> Claim:
+    return claim_of(ledger.to_json())
+
+
+def validity(repetitions: int, releases: int) -> list[dict[str, Any]]:
+    """One engine goes on and on; every repetition sees releases of its own."""
+    rows = []
+    for sigma, rate in ((1.0, 1.0), (1.0, 0.5)):
+        release = EngineRelease(Settings(noise_multiplier=sigma), tiny(), sample_rate=rate, seed=11)
+        found = [one_release(sigma, rate, releases, 0, release) for _ in range(repetitions)]
+        fitted = rate == 1  # in closed form
+        above = sum(
+            each.refuted or (each.audited_epsilon if fitted else each.epsilon_any) > each.claim.epsilon
+            for each in found
+        )
+        rows.append(
+            {
+                "noise_multiplier": sigma,
+                "sample_rate": rate,
+                "releases": releases,
+                "repetitions": repetitions,
+                "above_claim": above,
+                "share": above / repetitions,
+                "claimed_epsilon": found[0].claim.epsilon,
+                "mean_epsilon_any": sum(each.epsilon_any for each in found) / repetitions,
+            }
+        )
+    return rows
+
+
+def power(seeds: int, releases: int) -> list[dict[str, Any]]:
+    cases: list[tuple[str, Callable[[], Any], Settings]] = [(name, fault, Settings()) for name, fault in FAULTS.items()]
+    cases.append(("published at its claimed ε", FAULTS["none"], PUBLISHED))
+    rows = []
+    for name, fault, settings in cases:
+        refuted = 0
+        for seed in range(seeds):
+            with fault():
+                found = audit_mechanism(settings, releases=releases, delta=DELTA, seed=seed)
+            refuted += any(each.refuted for each in found)
+        rows.append({"fault": name, "seeds": seeds, "releases": releases, "refuted": refuted, "rate": refuted / seeds})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def tightness(seeds: int, releases: int) -> list[dict[str, Any]]:
+    rows = []
+    for seed in range(seeds):
+        found = one_release(1.0, 1.0, releases, seed)
+        rows.append({**found.as_dict(), "seed": seed, "share": found.audited_epsilon / found.claim.epsilon})
+        print(rows[-1]["share"], flush=True)
+    return rows
+
+
+def methods(releases: int) -> list[dict[str, Any]]:
+    rows = []
+    for name in METHODS:
+        started = time.perf_counter()
+        try:
+            found = audit_method(name, releases=releases, delta=DELTA).as_dict()
+        except ValueError as error:
+            found = {"mechanism": name, "error": str(error)}
+        rows.append({**found, "seconds": round(time.perf_counter() - started, 1)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--repetitions", type=int, default=200, help="audits of the sound engine")
+    parser.add_argument("--seeds", type=int, default=10, help="quick audits for each fault")
+    parser.add_argument("--releases", type=int, default=250, help="of a quick audit, with and without the canary")
+    parser.add_argument("--trainings", type=int, default=300, help="of each method, with and without the canary")
+    parser.add_argument("--parts", nargs="*", help="only these: published power validity tightness methods")
+    chosen = parser.parse_args()
+    figures: dict[str, Any] = {"torch": torch.__version__, "platform": platform.platform(), "delta": DELTA}
+    parts: dict[str, Callable[[], Any]] = {
+        "published": lambda: [each.as_dict() for each in audit_published(releases=500)],
+        "power": lambda: power(chosen.seeds, chosen.releases),
+        "validity": lambda: validity(chosen.repetitions, 100),
+        "tightness": lambda: tightness(3, 3000),
+        "methods": lambda: methods(chosen.trainings),
+    }
+    if chosen.out and chosen.out.exists():
+        figures = {**json.loads(chosen.out.read_text()), **figures}
+    for name in chosen.parts or parts:
+        part, started = parts[name], time.perf_counter()
+        figures[name] = part()
+        print(f"{name}: {time.perf_counter() - started:.0f} s", flush=True)
+        if chosen.out:  # after every part: what is done is not lost
+            chosen.out.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps({name: figures.get(name) for name in ("published", "power", "validity")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The one-run audit: m canaries, each in or out by a fair coin, and one training (Steinke, Nasr and Jagielski 2023).
+
+*Gradient canaries* (white box): the attacker chose each canary's gradient, and sees every released gradient. *Input
+canaries* (black box): random images with random labels; the attacker sees the final model alone. Both say how much of
+the promised ε an attacker of that kind can use up, at the cost of one training; the first comes closer to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero.audit.engine_release import Settings
+from dphero.audit.statistics import guessing_bound
+from dphero.audit.training import Train, losses
+from dphero.engine import PrivacyEngine
+
+__all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"]
+
+
+@dataclass(frozen=True, eq=False)
+class OneRun:
+    """What one training gave away.
+
+    Attributes:
+        name: What was audited.
+        claimed_epsilon: ε as it was printed, at
+        delta: δ.
+        audited_epsilon: A lower bound on it; it assumes nothing about the mechanism.
+        confidence: The probability with which the bound holds.
+        canaries: m.
+        guesses: How many coins were guessed, in the test that gave the bound, and
+        correct: how many of them rightly.
+        scores: What the attacker made of each canary.
+        included: Whether it was in.
+    """
+
+    name: str
+    claimed_epsilon: float
+    delta: float
+    audited_epsilon: float
+    confidence: float
+    canaries: int
+    guesses: int
+    correct: int
+    scores: NDArray[np.float64] = field(repr=False)
+    included: NDArray[np.bool_] = field(repr=False)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the bound lies above the claim."""
+        return self.audited_epsilon > self.claimed_epsilon
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the findings as plain values."""
+        names = (
+            "claimed_epsilon",
+            "audited_epsilon",
+            "confidence",
+            "delta",
+            "refuted",
+            "canaries",
+            "guesses",
+            "correct",
+        )
+        values = {name: getattr(self, name) for name in names}
+        if math.isinf(self.claimed_epsilon):
+            values["claimed_epsilon"] = None
+        return {"mechanism": self.name, **values}
+
+
+class CanaryTraining(Protocol):
+    """A training with some of its canaries, that scores them all; larger should mean "in"."""
+
+    canaries: int
+
+    def __call__(
+        self, included: NDArray[np.bool_], seed: int, /
+    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
+        """Train once; return the scores, and the claimed ε as a function of δ."""
+
+
+def audit_one_run(
+    train: CanaryTraining, *, name: str, delta: float = 1e-5, confidence: float = 0.95, seed: int = 0
+) -> OneRun:
+    """Toss the coins, train once, guess the coins, and bound ε by the number of right guesses.
+
+    Args:
+        train: The training; must not look at the coins except to include canaries.
+        name: For the report.
+        delta: δ.
+        confidence: Of the bound.
+        seed: Decides the coins and the training.
+    """
+    included = np.random.default_rng([seed, 1]).random(train.canaries) < 0.5
+    scores, claimed = train(included, seed)
+    epsilon, guesses, correct = guessing_bound(scores, included, delta=delta, confidence=confidence)
+    return OneRun(
+        name, claimed(delta), delta, epsilon, confidence, train.canaries, guesses, correct, scores, included
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class InputCanaries:
+    """Black box: random images with random labels among the data; the score is minus the final loss.
+
+    Args:
+        train: Any training.
+        images: The data.
+        labels: Their labels.
+        canaries: m.
+        classes: Number of classes.
+        seed: Decides the canaries (not the coins).
+    """
+
+    train: Train
+    images: Tensor
+    labels: Tensor
+    canaries: int
+    classes: int
+    seed: int = 0
+
+    def __call__(
+        self, included: NDArray[np.bool_], seed: int, /
+    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
+        """Train once."""
+        generator = torch.Generator().manual_seed(self.seed)
+        images = torch.randn(self.canaries, *self.images.shape[1:], generator=generator).sign().to(self.images)
+        labels = torch.randint(self.classes, (self.canaries,), generator=generator).to(self.labels)
+        inside = torch.from_numpy(included)
+        trained = self.train(torch.cat([self.images, images[inside]]), torch.cat([self.labels, labels[inside]]), seed)
+        scores = -losses(trained.model, images, labels)
+        return scores.cpu().numpy(), lambda delta: trained.claim(delta).epsilon
+
+
+@dataclass(eq=False)
+class GradientCanaries:
+    """White box: canaries with orthogonal gradients in one linear layer, scored by every released gradient.
+
+    Canary j plants C · 100 u vᵀ, from its own pair of the vectors of two orthonormal bases. Its score is the sum over
+    steps of ⟨A⁻² g̃_t, u vᵀ⟩, A being the geometry of the step's noise: all of it is public but g̃, which was released.
+
+    Args:
+        settings: How the engine is made.
+        model: The model.
+        images: The data.
+        labels: Their labels.
+        canaries: m; at most the number of weights in the model's largest linear layer.
+        sample_rate: q, also of the canaries.
+        steps: Length of the training.
+        lr: Learning rate.
+    """
+
+    settings: Settings
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    canaries: int
+    sample_rate: float
+    steps: int
+    lr: float = 0.1
+
+    def __call__(
+        self, included: NDArray[np.bool_], seed: int, /
+    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
+        """Train once."""
+        module = _Ported(copy.deepcopy(self.model))
+        rows, columns = self._directions(module.layer, seed)
+        inside = torch.from_numpy(included)
+        settings, engine = self.settings, PrivacyEngine()
+        optimizer = torch.optim.SGD(module.parameters(), lr=self.lr)
+        _, _, loader = engine.make_private(
+            module=module,
+            optimizer=optimizer,
+            data_loader=self._records(rows[inside], columns[inside], settings.max_grad_norm),
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,
+            mechanism=settings.mechanism,
+            guidance=copy.deepcopy(settings.guidance),
+            clipping=settings.clipping,
+            sample_rate=self.sample_rate,
+            expected_batch_size=self.sample_rate * (len(self.images) + self.canaries / 2),
+            secure=settings.secure,
+            seed=None if settings.secure else seed,
+            unsound=settings.mechanism == "published",
+            loss_reduction="sum",
+        )
+        scores = torch.zeros(self.canaries, dtype=torch.float64)
+        while engine.steps < self.steps:
+            for images, labels, ordinary, planted, readout in loader:
+                geometry = engine._attached.mechanism.noise_geometry[module.weight_name]
+                optimizer.zero_grad()
+                outputs, ports = module(images, planted)
+                entropy = F.cross_entropy(outputs, labels, reduction="none") * ordinary
+                (entropy + (ports * readout).sum(1)).sum().backward()
+                assert module.layer.weight.grad is not None
+                seen = geometry.whiten(geometry.whiten(module.layer.weight.grad.double()))
+                scores += ((rows.double() @ seen) * columns.double()).sum(1)
+                optimizer.step()
+                if engine.steps == self.steps:
+                    break
+        ledger_price = engine.price
+        return scores.numpy(), lambda delta: ledger_price(delta).epsilon
+
+    def _directions(self, layer: nn.Linear, seed: int) -> tuple[Tensor, Tensor]:
+        """Return u and v of each canary: pairs from two random orthonormal bases, no pair twice."""
+        if self.canaries > layer.weight.numel():
+            raise ValueError(
+                f"{self.canaries} canaries do not fit into the largest linear layer, which has {layer.weight.numel()} "
+                "weights: take fewer"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        bases = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for size in layer.weight.shape]
+        pairs = torch.randperm(layer.weight.numel(), generator=generator)[: self.canaries]
+        return bases[0][pairs // layer.in_features], bases[1][pairs % layer.in_features]
+
+    def _records(self, rows: Tensor, columns: Tensor, clip_norm: float) -> TensorDataset:
+        """Return the data, then the canaries: images that count for nothing, inputs and read-outs that do."""
+        data, more = len(self.images), len(rows)
+        blank = torch.rand(more, *self.images.shape[1:], generator=torch.Generator().manual_seed(0)).to(self.images)
+        ordinary = torch.cat([torch.ones(data), torch.zeros(more)])
+        return TensorDataset(
+            torch.cat([self.images, blank]),
+            torch.cat([self.labels, torch.zeros(more, dtype=self.labels.dtype)]),
+            ordinary,
+            torch.cat([torch.zeros(data, columns.shape[1]), 100 * columns]),
+            torch.cat([torch.zeros(data, rows.shape[1]), clip_norm * rows]),
+        )
+
+
+class _Ported(nn.Module):
+    """A model and, beside it, its largest linear layer on an input of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        linear = {path: layer for path, layer in model.named_modules() if type(layer) is nn.Linear}
+        if not linear:
+            raise ValueError("the model has no linear layer: gradient canaries have no place in it")
+        self._path = max(linear, key=lambda path: linear[path].weight.numel())
+        self.weight_name = f"model.{self._path}.weight" if self._path else "model.weight"
+
+    @property
+    def layer(self) -> nn.Linear:
+        """The layer that carries the canaries."""
+        found = self.model.get_submodule(self._path)
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def forward(self, images: Tensor, planted: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model(images), self.layer(planted)

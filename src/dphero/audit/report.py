@@ -1,0 +1,162 @@
+"""What an audit found, all of it: for people, as JSON, and as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from dphero.audit.membership import Roc
+from dphero.audit.one_run import OneRun
+from dphero.audit.two_sample import Audit
+
+__all__ = ["Report", "plot_epsilons", "plot_roc", "plot_trade_off", "save"]
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The findings about one thing.
+
+    Attributes:
+        title: What was audited.
+        audits: Two-sample audits.
+        one_runs: One-run audits.
+        attacks: Membership inference.
+        notes: What a reader must know: what was left out, and why.
+        confidence: The probability with which all bounds hold together; ``None`` where each has its own.
+    """
+
+    title: str
+    audits: Sequence[Audit] = ()
+    one_runs: Sequence[OneRun] = ()
+    attacks: Sequence[Roc] = ()
+    notes: Sequence[str] = ()
+    confidence: float | None = None
+
+    @property
+    def refuted(self) -> bool:
+        """Whether any claim is refuted."""
+        return any(each.refuted for each in self.audits) or any(each.refuted for each in self.one_runs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "audited": self.title,
+            "refuted": self.refuted,
+            "confidence": self.confidence,
+            "audits": [each.as_dict() for each in self.audits],
+            "one_run": [each.as_dict() for each in self.one_runs],
+            "membership": [each.as_dict() for each in self.attacks],
+            "notes": list(self.notes),
+        }
+
+
+def save(report: Report, directory: Path, *, pictures: bool = True) -> None:
+    """Write ``audit.json``, and the pictures as PNG and SVG: ``epsilons``, ``trade-off`` and ``roc``.
+
+    Raises:
+        ImportError: If pictures are wanted and matplotlib is missing; ``audit.json`` is written before.
+    """
+    from dphero.experiments.files import to_json, write_text
+    from dphero.experiments.plots import require_matplotlib, save_figure
+
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / "audit.json", to_json(report.as_dict(), indent=2) + "\n")
+    if not pictures:
+        return
+    require_matplotlib()
+    if report.audits or report.one_runs:
+        save_figure(plot_epsilons(report), directory / "epsilons")
+    if report.audits:
+        save_figure(plot_trade_off(report.audits), directory / "trade-off")
+    if report.attacks:
+        save_figure(plot_roc(report.attacks), directory / "roc")
+
+
+def plot_epsilons(report: Report) -> Any:
+    """Draw claimed against audited ε: a sound claim stands right of its bar."""
+    rows = [(each.name, each.audited_epsilon, each.claim.epsilon, each.true_epsilon) for each in report.audits]
+    rows += [(each.name, each.audited_epsilon, each.claimed_epsilon, None) for each in report.one_runs]
+    figure, axes = _figure(7.0, 1.6 + 0.6 * len(rows))
+    for place, (_, audited, claimed, true) in enumerate(rows):
+        broken = audited > claimed
+        axes.barh(place, audited, height=0.5, color=_COLOURS[1] if broken else _COLOURS[0])
+        if np.isfinite(claimed):
+            axes.plot([claimed, claimed], [place - 0.4, place + 0.4], color="black", linewidth=2.5)
+        if true is not None and np.isfinite(true):
+            axes.plot([true, true], [place - 0.4, place + 0.4], color="black", linewidth=2.5, linestyle=":")
+    axes.plot([], [], color="black", linewidth=2.5, label="claimed ε")
+    if any(true is not None for *_, true in rows):
+        axes.plot([], [], color="black", linewidth=2.5, linestyle=":", label="true ε")
+    axes.barh([0], [0], color=_COLOURS[0], label="audited lower bound")
+    if any(audited > claimed for _, audited, claimed, _ in rows):
+        axes.barh([0], [0], color=_COLOURS[1], label="audited lower bound, above the claim")
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlabel("ε")
+    axes.set_title(report.title, fontsize=10, wrap=True)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def plot_trade_off(audits: Sequence[Audit]) -> Any:
+    """Draw missed against false alarms of the attack, and the claimed curve that no attack may get below."""
+    figure, axes = _figure(6.0, 5.2)
+    for number, each in enumerate(audits):
+        colour = _COLOURS[number % len(_COLOURS)]
+        roc = Roc.of(each.name, each.inside, each.outside)
+        axes.plot(roc.false_rates, 1 - roc.true_rates, color=colour, label=f"{each.name}: the attack")
+        false = np.linspace(0, 1, 500)
+        axes.plot(false, _claimed_misses(each, false), color=colour, linestyle="--", label=f"{each.name}: the claim")
+    axes.plot([0, 1], [1, 0], color="grey", linewidth=0.8, label="guessing")
+    axes.set_xlabel("false alarms: canary out, taken for in")
+    axes.set_ylabel("misses: canary in, taken for out")
+    axes.set_title("Trade-off curves: a sound claim lies below its attack")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _claimed_misses(audit: Audit, false: np.ndarray) -> np.ndarray:
+    """Return the smallest rate of misses that the claim allows at each rate of false alarms."""
+    if audit.claim.mu is not None:
+        return np.asarray(ndtr(ndtri(1 - false) - audit.claim.mu))
+    epsilons, deltas = audit.claim.curve
+    keep = np.isfinite(epsilons) & (epsilons < 700)
+    growth, deltas = np.exp(epsilons[keep])[:, None], deltas[keep][:, None]
+    lines = np.concatenate([1 - deltas - growth * false, (1 - deltas - false) / growth, np.zeros((1, len(false)))])
+    return np.asarray(lines.max(0))
+
+
+def plot_roc(attacks: Sequence[Roc]) -> Any:
+    """Draw the attacks' curves on logarithmic axes: what counts happens at low false positive rates."""
+    figure, axes = _figure(6.0, 5.2)
+    lowest = min(1 / (2 * each.others) for each in attacks)
+    for number, each in enumerate(attacks):
+        shown = f"{each.name}: AUC {each.area:.3f}, TPR {each.true_rate():.2%} at 0.1 % FPR"
+        floor = np.maximum(each.true_rates, lowest / 2)
+        axes.plot(np.maximum(each.false_rates, lowest), floor, color=_COLOURS[number % len(_COLOURS)], label=shown)
+    axes.plot([lowest, 1], [lowest, 1], color="grey", linewidth=0.8, label="guessing")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("false positive rate")
+    axes.set_ylabel("true positive rate")
+    axes.set_title("Membership inference against the released model")
+    axes.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

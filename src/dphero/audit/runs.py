@@ -1,0 +1,196 @@
+"""Audits of a finished run, and of a recipe before it is run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+
+from torch import nn
+
+from dphero.audit.engine_release import Settings, small_model
+from dphero.audit.many_runs import audit_method
+from dphero.audit.mechanism import audit_mechanism
+from dphero.audit.membership import Roc, lira, loss_attack
+from dphero.audit.one_run import InputCanaries, OneRun, audit_one_run
+from dphero.audit.report import Report
+from dphero.audit.training import MethodTraining
+from dphero.audit.two_sample import Audit
+from dphero.data import Data
+from dphero.experiments import RunDirectory, prepare
+from dphero.methods import Task, Trainer, make
+from dphero.methods.private import PrivateTrainer
+from dphero.models import build
+from dphero.recipe import Recipe
+
+__all__ = ["audit_recipe", "audit_run", "settings_of"]
+
+_LARGE = 100_000  # parameters: thousands of releases of more would take minutes
+_SHADOWS = 8
+_MOST_NOISE = 1.0
+
+Tell = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+def settings_of(trainer: PrivateTrainer) -> Settings:
+    """Return the settings of a trainer's engine: what its mechanism audit has to repeat.
+
+    Except for noise beyond multiplier 1: under much noise the canary, and with it most faults, could not be seen.
+    """
+    mechanism = trainer.engine._attached.mechanism
+    return Settings(
+        mechanism=mechanism.mode,
+        guidance=copy.deepcopy(mechanism.guidance),
+        clipping=mechanism.clipping.kind,  # type: ignore[arg-type]
+        noise_multiplier=min(mechanism.noise_multiplier, _MOST_NOISE),
+        max_grad_norm=trainer.task.recipe.clip,
+        secure=trainer.task.recipe.secure,
+    )
+
+
+def audit_run(
+    path: str | PathLike[str],
+    *,
+    quick: bool = True,
+    releases: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+    tell: Tell = lambda what, done, total: None,
+) -> Report:
+    """Audit a finished run: its mechanism, its released model, and, unless quick, its training.
+
+    The training is repeated once with canaries among the data. Nothing of the run is changed.
+
+    Args:
+        path: The run's directory.
+        quick: Leave out what trains anew.
+        releases: Of the mechanism, with and without the canary.
+        confidence: Of all bounds together.
+        seed: Makes the audit repeatable.
+        tell: Told what is going on.
+
+    Raises:
+        ValueError: If it is no run, or not finished.
+    """
+    directory = RunDirectory.open(path)
+    result = directory.result
+    if result is None:
+        raise ValueError(f"{path} is not finished, there is no model to audit: dphero train --resume {path}")
+    task, data = prepare(directory.recipe)
+    directory.load_model(task.model)
+    released = copy.deepcopy(task.model).cpu().eval()
+    members = (data.train.images, data.train.labels)
+    attack = loss_attack(released, members, (data.test.images, data.test.labels))
+    report = audit_recipe(
+        directory.recipe, quick=quick, releases=releases, confidence=confidence, seed=seed, data=data, tell=tell
+    )
+    epsilon, delta = result["epsilon"], result["delta"]
+    claimed = "infinite" if epsilon is None else f"{epsilon:.4g}"
+    note = f"the run's own claim: ε = {claimed} at δ = {delta:g} over {result['steps']} steps ({result['accountant']})"
+    return Report(
+        f"run {directory.path}",
+        report.audits,
+        report.one_runs,
+        (attack, *report.attacks),
+        (note, *report.notes),
+        report.confidence,
+    )
+
+
+def audit_recipe(
+    recipe: Recipe,
+    *,
+    quick: bool = True,
+    releases: int = 1000,
+    confidence: float = 0.95,
+    seed: int = 0,
+    data: Data | None = None,
+    tell: Tell = lambda what, done, total: None,
+) -> Report:
+    """Audit what a recipe would do.
+
+    The mechanism of its engine, small trainings of its method, and, unless quick, one whole training with canaries and
+    several on halves of the data, as shadow models of one another.
+
+    Args:
+        recipe: What to audit.
+        quick: Leave out whole trainings.
+        releases: Of the mechanism, with and without the canary; small trainings are a tenth of that.
+        confidence: Of all bounds together.
+        seed: Makes the audit repeatable.
+        data: The data, if it is loaded already.
+        tell: Told what is going on.
+    """
+    task, data = prepare(recipe, data)
+    recipe = task.recipe
+    trainer = make(recipe.method, recipe.options).start(task)
+    try:
+        settings, notes = _engine_of(trainer)
+        steps, delta = trainer.steps, recipe.delta
+    finally:
+        trainer.close()
+    model, more = _carrier(trainer)
+    notes += more
+    audits: list[Audit] = []
+    each = 1 - (1 - confidence) / (1 + (settings is not None) + (not quick))
+    if settings is not None:
+        audits += audit_mechanism(
+            settings, model=model, releases=releases, delta=delta, confidence=each, seed=seed,
+            report=lambda done: tell("Releasing", done, 4 * releases),
+        )  # fmt: skip
+    few = max(releases // 10, 40)
+    small = audit_method(
+        recipe.method, options=recipe.options, releases=few, delta=delta, confidence=each, seed=seed,
+        epsilon=recipe.epsilon or 1.0, report=lambda done: tell("Small trainings", done, 2 * few),
+    )  # fmt: skip
+    audits.append(replace(small, name="small trainings"))
+    if quick:
+        notes.append(f"quick: the {steps} steps of a whole training were not repeated; leave out --quick for that")
+        return Report(f"method {recipe.method} on {recipe.data}", audits, notes=notes, confidence=confidence)
+    one_run, attack = _whole(task, each, seed, tell)
+    return Report(f"method {recipe.method} on {recipe.data}", audits, [one_run], [attack], notes, confidence)
+
+
+def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:
+    """Return the settings of the trainer's engine, if it has one, and remarks on how they are audited."""
+    if not isinstance(trainer, PrivateTrainer):
+        return None, [f"method {trainer.card.name!r} takes steps of its own: they are audited by small trainings alone"]
+    sigma = trainer.engine.noise_multiplier
+    if sigma <= _MOST_NOISE:
+        return settings_of(trainer), []
+    note = (
+        f"the mechanism was audited at noise multiplier {_MOST_NOISE:g}, the recipe's is {sigma:.4g}: under so much "
+        "noise faults would not be seen"
+    )
+    return settings_of(trainer), [note]
+
+
+def _carrier(trainer: Trainer) -> tuple[nn.Module, list[str]]:
+    """Return the model whose layers carry the canary: the trainer's own, unless it is large."""
+    model = copy.deepcopy(trainer.module).cpu() if isinstance(trainer, PrivateTrainer) else small_model()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size <= _LARGE:
+        return model, []
+    return small_model(), [f"the model has {size:,} parameters: its mechanism was audited on a small network instead"]
+
+
+def _whole(task: Task, confidence: float, seed: int, tell: Tell) -> tuple[OneRun, Roc]:
+    """Train once with input canaries, and several times for shadow models."""
+    recipe, images, labels, classes = task.recipe, task.images, task.train.tensors[1], task.classes
+    model = build(recipe.model, tuple(images.shape[1:]), classes, seed=recipe.seed or 0).to(task.device)
+    fixed = recipe.with_(dataset_size=len(images) if recipe.dataset_size == "public" else recipe.dataset_size)
+    canaries = min(1000, max(20, len(images) // 10))
+    tell("Training with canaries", 0, 1)
+    one_run = audit_one_run(
+        InputCanaries(MethodTraining(fixed, model, classes), images, labels, canaries, classes, seed),
+        name="one training, input canaries", delta=recipe.delta, confidence=confidence, seed=seed,
+    )  # fmt: skip
+    half = len(images) // 2
+    shadows = fixed.with_(dataset_size=half, lot=min(recipe.lot, half))
+    attack = lira(
+        MethodTraining(shadows, model, classes), images, labels, shadows=_SHADOWS, seed=seed,
+        report=lambda done: tell("Shadow models", done, _SHADOWS),
+    )  # fmt: skip
+    return one_run, attack

@@ -1,0 +1,198 @@
+"""The statistics of an audit: from what an attacker saw to a lower bound on ε, each with its error probability.
+
+Two kinds of evidence lead to a bound. *Two samples*: many releases with a canary and many without; how well a threshold
+tells them apart bounds ε by the definition of differential privacy. *One run*: many canaries, each in or out by its own
+coin; how many coins an attacker guesses bounds ε by the theorem of Steinke, Nasr and Jagielski (2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+from scipy.special import ndtr, ndtri
+
+__all__ = ["Separation", "guessing_bound", "guessing_p_value", "lower_rate", "separate", "upper_rate"]
+
+Array = NDArray[np.float64]
+
+_PILOT = 0.25  # share of the observations that choose the thresholds, and are then put aside
+
+
+def lower_rate(hits: int, trials: int, error: float) -> float:
+    """Return the exact (Clopper–Pearson) lower bound on a rate: above the true one with probability ≤ ``error``."""
+    return 0.0 if hits == 0 else float(stats.beta.ppf(error, hits, trials - hits + 1))
+
+
+def upper_rate(hits: int, trials: int, error: float) -> float:
+    """Return the exact (Clopper–Pearson) upper bound on a rate: below the true one with probability ≤ ``error``."""
+    return 1.0 if hits == trials else float(stats.beta.isf(error, hits + 1, trials - hits))
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How surely a threshold tells releases with the canary from those without.
+
+    The hypothesis tests behind it: "the canary is out" is rejected where an observation exceeds the threshold.
+
+    Attributes:
+        threshold: t.
+        true_rate: A lower bound on P(observation > t | canary in).
+        false_rate: An upper bound on P(observation > t | canary out).
+    """
+
+    threshold: float
+    true_rate: float
+    false_rate: float
+
+    def epsilon(self, delta: float) -> float:
+        """Return the smallest ε ≥ 0 that (ε, δ)-privacy allows, whatever the mechanism.
+
+        Both events and both directions: P(x > t | in) ≤ e^ε P(x > t | out) + δ, and
+        P(x ≤ t | out) ≤ e^ε P(x ≤ t | in) + δ.
+        """
+        forward = _log_ratio(self.true_rate - delta, self.false_rate)
+        backward = _log_ratio(1 - self.false_rate - delta, 1 - self.true_rate)
+        return max(forward, backward, 0.0)
+
+    @property
+    def mu(self) -> float:
+        """The smallest μ ≥ 0 that μ-Gaussian privacy allows: Φ⁻¹(true rate) − Φ⁻¹(false rate)."""
+        return max(float(ndtri(self.true_rate) - ndtri(self.false_rate)), 0.0)
+
+
+def _log_ratio(upper: float, lower: float) -> float:
+    return math.log(upper / lower) if upper > 0 and lower > 0 else (-math.inf if upper <= 0 else math.inf)
+
+
+def separate(inside: Array, outside: Array, *, delta: float, confidence: float) -> tuple[Separation, ...]:
+    """Return thresholds that separate two samples, with rates that hold *all together* at the confidence.
+
+    A quarter of each sample chooses two thresholds: the one that promises most against Gaussian privacy, and the one
+    that promises most against (ε, δ). The other three quarters, which had no say in that, give the rates:
+    Clopper–Pearson, at error (1 − confidence) / 4 for each of the four.
+
+    Args:
+        inside: Independent observations of releases with the canary; larger should mean "in".
+        outside: Without it.
+        delta: δ.
+        confidence: The probability with which all the rates hold.
+
+    Raises:
+        ValueError: If there are fewer than 20 observations of a kind, or some are not numbers.
+    """
+    for name, sample in (("with", inside), ("without", outside)):
+        if len(sample) < 20:
+            raise ValueError(f"{len(sample)} releases {name} the canary are too few to bound anything: make 20 or more")
+        if np.isnan(sample).any():
+            raise ValueError(f"a release {name} the canary was observed as NaN: the attack has no score for it")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence:g}")
+    cut_in, cut_out = math.ceil(_PILOT * len(inside)), math.ceil(_PILOT * len(outside))
+    error = (1 - confidence) / 4
+    thresholds = _promising(inside[:cut_in], outside[:cut_out], len(inside), len(outside), error, delta)
+    inside, outside = inside[cut_in:], outside[cut_out:]
+    return tuple(
+        Separation(
+            threshold=threshold,
+            true_rate=lower_rate(int((inside > threshold).sum()), len(inside), error),
+            false_rate=upper_rate(int((outside > threshold).sum()), len(outside), error),
+        )
+        for threshold in dict.fromkeys(thresholds)
+    )
+
+
+def _promising(
+    inside: Array, outside: Array, size_in: int, size_out: int, error: float, delta: float
+) -> tuple[float, float]:
+    """Return the thresholds of the largest μ and the largest ε that the pilot lets expect of the main part."""
+    values = np.unique(np.concatenate([inside, outside]))
+    cuts = (values[1:] + values[:-1]) / 2 if len(values) > 1 else values
+    true, false = _smooth_rate(inside, cuts), _smooth_rate(outside, cuts)
+    n, m = size_in - len(inside), size_out - len(outside)
+    low = stats.beta.ppf(error, true * n, (1 - true) * n + 1)
+    high = stats.beta.isf(error, false * m + 1, (1 - false) * m)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        forward = np.log(np.maximum(low - delta, 1e-300) / high)
+        backward = np.log(np.maximum(1 - high - delta, 1e-300) / (1 - low))
+    best_mu, best_epsilon = np.argmax(ndtri(low) - ndtri(high)), np.argmax(np.maximum(forward, backward))
+    return float(cuts[best_mu]), float(cuts[best_epsilon])
+
+
+def _smooth_rate(sample: Array, cuts: Array) -> Array:
+    """Guess P(x > cut): half what was counted (and half a hit), half a normal distribution, against overfitting."""
+    counted = (len(sample) - np.searchsorted(np.sort(sample), cuts, side="right") + 0.5) / (len(sample) + 1)
+    spread = sample.std()
+    return (counted + ndtr((sample.mean() - cuts) / spread)) / 2 if 0 < spread < math.inf else counted
+
+
+# -- one run ------------------------------------------------------------------------------------------------------
+
+
+def guessing_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Return how probable at most so many right guesses, or more, are under (ε, δ)-privacy.
+
+    Each of m canaries is in or out by a fair coin; an attacker who sees the outcome guesses r of the coins, v rightly.
+    With X ~ Bin(r, e^ε / (1 + e^ε)) and β = P(X ≥ v):
+
+        p = β + 2 m δ max_{1 ≤ i ≤ v} (P(X ≥ v − i) − β) / i
+
+    (Steinke, Nasr and Jagielski 2023, theorem 5.2.)
+    """
+    if not 0 <= correct <= guesses <= canaries:
+        raise ValueError(f"{correct} right of {guesses} guesses about {canaries} canaries is impossible")
+    if correct == 0:
+        return 1.0
+    rate = 1 / (1 + math.exp(-epsilon))
+    beta = float(stats.binom.sf(correct - 1, guesses, rate))
+    steps = np.arange(1, correct + 1)
+    gains = (stats.binom.sf(correct - steps - 1, guesses, rate) - beta) / steps
+    return min(1.0, beta + 2 * canaries * delta * max(float(gains.max()), 0.0))
+
+
+def guessing_bound(
+    scores: Array, included: NDArray[np.bool_], *, delta: float, confidence: float, shares: Sequence[float] = ()
+) -> tuple[float, int, int]:
+    """Return a lower bound on ε from one run, and the number of guesses, and of right ones, that gave it.
+
+    The canaries of the highest scores are guessed to be in, as many of the lowest to be out. Which share of all
+    canaries to guess is not known in advance: a few shares are tried, each at an equal part of the error probability.
+
+    Args:
+        scores: What the attacker made of each canary; larger should mean "in".
+        included: Whether it was.
+        delta: δ.
+        confidence: The probability with which the bound holds.
+        shares: Of the canaries that are guessed; default 1/16, 1/8, 1/4, 1/2 and 1.
+    """
+    shares = shares or (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    if len(scores) != len(included):
+        raise ValueError(f"there are {len(scores)} scores for {len(included)} canaries")
+    error = (1 - confidence) / len(shares)
+    order = np.argsort(scores, kind="stable")
+    best = (0.0, 0, 0)
+    for share in shares:
+        half = max(1, int(share * len(scores)) // 2)
+        correct = int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
+        epsilon = _largest_rejected(len(scores), 2 * half, correct, delta, error)
+        best = max(best, (epsilon, 2 * half, correct))
+    return best
+
+
+def _largest_rejected(canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:
+    def rejected(epsilon: float) -> bool:
+        return guessing_p_value(canaries, guesses, correct, epsilon, delta) <= error
+
+    if not rejected(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while rejected(high) and high < 64:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rejected(middle) else (low, middle)
+    return low

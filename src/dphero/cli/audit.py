@@ -1,0 +1,202 @@
+"""``dphero audit``: attack what was promised, and say how much of it holds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dphero.cli._price import JsonOption
+
+if TYPE_CHECKING:
+    from dphero.audit.report import Report
+
+_PUBLISHED = "published"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("audit")(audit)
+
+
+def audit(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|published]",
+            help="The directory of a finished run; or 'published', the paper's recipe on trial (a run of that name: "
+            "./published).",
+        ),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Audit a method (dphero methods) without a run.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="The data for --method: a name, folder, .npz, or package:function.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed, for --method.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what trains whole models anew.")] = False,
+    releases: Annotated[
+        int, typer.Option(min=40, help="Releases with the canary, and as many without; more give tighter bounds.")
+    ] = 1000,
+    delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
+    confidence: Annotated[float, typer.Option(help="The probability with which each bound holds.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Decides canaries, noise and lots of the audit.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write audit.json and pictures here; RUN/audit for a run.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Test the ε that was printed: attack the mechanism, the training and the released model.
+
+    Prints a lower bound on ε with its confidence beside the claimed one. Exit code 1 if a claim is refuted, except for
+    'published', whose claim is known to be wrong.
+    """
+    if (target is None) == (method is None):
+        raise ValueError("give a run directory, or 'published', or --method NAME with --data NAME")
+    if not 0 < confidence < 1:
+        raise ValueError(f"--confidence must lie between 0 and 1, got {confidence:g}: for example 0.95")
+    if target is not None and (data or epsilon):
+        raise ValueError("--data and --epsilon belong to --method: a run has its own")
+    if target not in (None, _PUBLISHED) and (noise_multiplier or delta):
+        raise ValueError("--noise-multiplier and --delta are the run's own: leave them out")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("Preparing", total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        try:
+            report = _report(
+                target, method, data, noise_multiplier, epsilon, quick, releases, delta, confidence, seed, tell
+            )  # fmt: skip
+        except ImportError as error:
+            raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
+    folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
+    if as_json:
+        _print_json(report, one_line_each=target == _PUBLISHED)
+    else:
+        _show(report)
+    if folder is not None:
+        _save(report, folder)
+    if report.refuted and target != _PUBLISHED:
+        raise typer.Exit(1)
+
+
+def _report(
+    target: str | None,
+    method: str | None,
+    data: str | None,
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    quick: bool,
+    releases: int,
+    delta: float | None,
+    confidence: float,
+    seed: int,
+    tell: Any,
+) -> Report:
+    """Do what was asked for."""
+    from dphero.audit.report import Report
+
+    if target == _PUBLISHED:
+        from dphero.audit.published import NOISE_MULTIPLIER, audit_published
+
+        sigma = NOISE_MULTIPLIER if noise_multiplier is None else noise_multiplier
+        audits = audit_published(
+            noise_multiplier=sigma, releases=releases, delta=1e-5 if delta is None else delta, confidence=confidence,
+            seed=seed, report=lambda done: tell("Releasing", done, 4 * releases),
+        )  # fmt: skip
+        return Report(f"the published recipe, one step of LeNet, σ = {sigma:g}", audits)
+    from dphero.audit.runs import audit_recipe, audit_run
+
+    if target is not None:
+        if not Path(target).exists():
+            raise ValueError(f"there is no run directory {target}: give one that dphero train has made, or 'published'")
+        return audit_run(target, quick=quick, releases=releases, confidence=confidence, seed=seed, tell=tell)
+    from dphero.experiments import resolve
+
+    given = {"data": data, "method": method, "noise_multiplier": noise_multiplier, "epsilon": epsilon, "delta": delta}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if noise_multiplier is None and epsilon is None:
+        chosen["noise_multiplier"] = 1.0
+    return audit_recipe(
+        resolve(chosen), quick=quick, releases=releases, confidence=confidence, seed=seed, tell=tell
+    )  # fmt: skip
+
+
+def _print_json(report: Report, *, one_line_each: bool) -> None:
+    from dphero.experiments.files import to_json
+
+    if one_line_each:
+        for each in report.audits:
+            typer.echo(to_json(each.as_dict()))
+    else:
+        typer.echo(to_json(report.as_dict()))
+
+
+def _save(report: Report, folder: Path) -> None:
+    """Write the files; without matplotlib, those that need none."""
+    from dphero.audit.report import save
+
+    try:
+        save(report, folder)
+    except ImportError as error:
+        typer.echo(f"dphero: {error}; {folder / 'audit.json'} was written without pictures", err=True)
+    else:
+        typer.echo(f"dphero: audit.json and pictures are in {folder}", err=True)
+
+
+def _show(report: Report) -> None:
+    """Print the findings for people."""
+    console = Console(highlight=False)
+    table = Table(title=f"Audit of {report.title}", title_justify="left", title_style="bold")
+    known = any(each.true_epsilon is not None for each in report.audits)
+    for name in (
+        "audited",
+        "claimed ε",
+        *(["true ε"] if known else []),
+        "ε ≥, any mechanism",
+        "ε ≥, Gaussian",
+        "verdict",
+    ):
+        table.add_column(name, justify="left" if name in ("audited", "verdict") else "right")
+    for each in report.audits:
+        true = each.claim.epsilon if each.true_epsilon is None else each.true_epsilon
+        fitted = "–" if each.epsilon_fitted is None else f"{each.epsilon_fitted:.2f}"
+        cells = [_up(each.claim.epsilon), *([_up(true)] if known else []), f"{each.epsilon_any:.2f}", fitted]
+        table.add_row(each.name, *cells, _verdict(each.refuted))
+    for run in report.one_runs:
+        cells = [_up(run.claimed_epsilon), *([""] if known else []), f"{run.audited_epsilon:.2f}", "–"]
+        table.add_row(f"{run.name} ({run.correct} of {run.guesses} guessed)", *cells, _verdict(run.refuted))
+    console.print(table)
+    for attack in report.attacks:
+        console.print(
+            f"Membership inference, {attack.name}: AUC {attack.area:.3f} (0.5 is chance), true positive rate "
+            f"{attack.true_rate(0.001):.2%} at 0.1 % false positives",
+            markup=False,
+        )
+    for note in report.notes:
+        console.print(f"Note: {note}.", markup=False)
+    first = report.audits[0]
+    hold = "All lower bounds hold together" if report.confidence else "Each lower bound holds"
+    console.print(
+        f"{hold} with confidence {report.confidence or first.confidence:g}, at δ = {first.claim.delta:g}. 'Gaussian' "
+        "assumes that the noise is what it claims to be up to its size; 'any mechanism' and the verdict assume "
+        "nothing. An audit can refute a claim, never prove one.",
+        markup=False,
+    )
+
+
+def _verdict(refuted: bool) -> str:
+    return "[bold red]REFUTED[/bold red]" if refuted else "[green]not refuted[/green]"
+
+
+def _up(value: float) -> str:
+    """Return a price, rounded up."""
+    return "∞" if math.isinf(value) else f"{math.ceil(value * 100) / 100:.2f}"

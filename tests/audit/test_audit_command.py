@@ -1,0 +1,120 @@
+"""``dphero audit``: for people, for machines, for run directories; errors that help."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dphero.audit.membership import Roc
+from dphero.audit.report import Report, plot_roc, save
+from dphero.cli import app
+
+pytest.importorskip("sklearn")
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few seconds."""
+    pytest.importorskip("safetensors")
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    made = run("train", "--data", "digits", "--method", "dp-sgd", "--noise-multiplier", 1.5, "--epochs", 1,
+               "--seed", 1, "--out", path, "--json")  # fmt: skip
+    assert made.exit_code == 0, made.stderr
+    return path
+
+
+def test_published_prints_one_object_for_each_mechanism(tmp_path: Path) -> None:
+    result = run("audit", "published", "--json", "--releases", 80, "--out", tmp_path / "trial")
+    assert result.exit_code == 0, result.stderr
+    published, ellipsoid = (json.loads(line) for line in result.stdout.splitlines())
+    for record in (published, ellipsoid):
+        assert {
+            "mechanism",
+            "claimed_epsilon",
+            "true_epsilon",
+            "audited_epsilon",
+            "confidence",
+            "delta",
+        } <= record.keys()
+        assert record["confidence"] == 0.95 and record["delta"] == 1e-5
+    assert published["mechanism"] == "published recipe" and ellipsoid["mechanism"] == "ellipsoid"
+    assert published["claimed_epsilon"] < published["audited_epsilon"] < published["true_epsilon"]
+    assert ellipsoid["audited_epsilon"] <= ellipsoid["claimed_epsilon"] == ellipsoid["true_epsilon"]
+    assert {path.name for path in (tmp_path / "trial").iterdir()} == {
+        "audit.json", "epsilons.png", "epsilons.svg", "trade-off.png", "trade-off.svg",
+    }  # fmt: skip
+
+
+def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
+    before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
+    result = run("audit", finished, "--quick", "--releases", 60)
+    assert result.exit_code == 0, result.stderr
+    shown = " ".join(result.stdout.split())
+    for words in ("release", "sampling", "small trainings", "not refuted", "the run's own claim: ε =",
+                  "Membership inference, loss threshold: AUC", "hold together with confidence 0.95",
+                  "audited at noise multiplier 1, the recipe's is 1.5"):  # fmt: skip
+        assert words in shown
+    assert all((finished / name).read_bytes() == content for name, content in before.items())
+    record = json.loads((finished / "audit" / "audit.json").read_text())
+    assert record["refuted"] is False and record["membership"][0]["members"] == 1437
+    assert (finished / "audit" / "roc.svg").read_text().startswith("<?xml")
+
+
+def test_without_quick_the_training_is_audited_too() -> None:
+    result = run("audit", "--method", "sgd", "--data", "digits", "--releases", 40, "--json")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record["one_run"][0]["canaries"] == 143 and record["one_run"][0]["audited_epsilon"] > 0
+    assert record["membership"][0]["attack"] == "LiRA"
+    assert "takes steps of its own" in record["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a run directory, or 'published', or --method NAME"),
+        (["nowhere"], "there is no run directory nowhere"),
+        (["published", "--data", "digits"], "--data and --epsilon belong to --method"),
+        (["published", "--confidence", "95"], "--confidence must lie between 0 and 1, got 95"),
+        (["published", "--releases", "5"], "5 is not in the range x>=40"),
+        (["--method", "dp-magic", "--data", "digits"], "method 'dp-magic' is unknown"),
+        (["--method", "dp-sgd"], "which data?"),
+        (["somewhere", "--delta", "0.1"], "--noise-multiplier and --delta are the run's own"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str) -> None:
+    result = run("audit", *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.stderr
+
+
+def test_a_folder_that_is_no_run_and_a_run_that_is_not_finished(tmp_path: Path, finished: Path) -> None:
+    result = run("audit", tmp_path)
+    assert result.exit_code == 2 and "no recipe.toml" in " ".join(result.stderr.split())
+    (tmp_path / "recipe.toml").write_text((finished / "recipe.toml").read_text())
+    result = run("audit", tmp_path)
+    assert result.exit_code == 2 and "is not finished" in " ".join(result.stderr.split())
+
+
+def test_a_refuted_claim_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dphero.audit.faults import FAULTS
+
+    with FAULTS["half the noise"](), FAULTS["half the noise"]():
+        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 60)
+    assert result.exit_code == 1 and "REFUTED" in result.stdout
+
+
+def test_pictures_of_little_data(tmp_path: Path) -> None:
+    attack = Roc.of("loss threshold", np.array([1.0]), np.array([0.0]))
+    assert plot_roc([attack]).axes[0].get_xscale() == "log"
+    save(Report("nothing but an attack", attacks=[attack]), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"audit.json", "roc.png", "roc.svg"}

@@ -1,0 +1,130 @@
+"""The mechanism audit: it meets what the engine claims, does not beat it, and notices every planted fault."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dphero.audit import EngineRelease, Settings, audit, audit_mechanism, claim_of_ledger
+from dphero.audit.faults import FAULTS
+from dphero.audit.published import audit_published
+from dphero.guidance import PCA, History
+from dphero.noise import FastNoise
+
+DELTA = 1e-5
+
+
+def tiny() -> nn.Module:
+    """The smallest network with a shape: for tests that need many releases."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4))
+
+
+SOUND: list[Settings] = [
+    Settings(),
+    Settings(guidance="isotropic"),
+    Settings(guidance=PCA(exponent=1.0, floor=0.05, side="both", scope="model")),
+    Settings(guidance=History(refresh_every=1, exponent=0.5)),
+    Settings(mechanism="ball", guidance=PCA(exponent=0.5)),
+    Settings(mechanism="ball", guidance=History.geoclip(refresh_every=5)),
+    Settings(clipping="per_layer"),
+    Settings(clipping="automatic"),
+    Settings(clipping="adaptive"),
+    Settings(sampling="shuffle"),
+    Settings(secure=True),
+]
+
+
+@pytest.mark.parametrize(
+    "settings", SOUND, ids=lambda s: f"{s.mechanism}, {s.clipping}, {s.sampling}, {str(s.guidance)[:30]}, {s.secure}"
+)
+def test_sound_engines_are_not_refuted(settings: Settings) -> None:
+    for found in audit_mechanism(settings, releases=60, seed=1):
+        assert not found.refuted
+        bound = found.epsilon_any if found.name == "sampling" else found.audited_epsilon  # the fit takes seconds there
+        assert bound <= found.claim.epsilon
+        assert found.inside.mean() > found.outside.mean() + 0.3  # it did see the canary
+
+
+@pytest.mark.parametrize("settings", SOUND[:5], ids=lambda s: f"{s.mechanism}, {str(s.guidance)[:30]}")
+def test_the_attack_is_the_best_there_is(settings: Settings) -> None:
+    """What it sees has the law of the claimed likelihood ratio, N(±μ²/2, μ²): nothing is left on the table."""
+    release = EngineRelease(settings, steps=2, seed=3)
+    inside, outside = (np.array([release(canary_in, 0) for _ in range(100)]) for canary_in in (True, False))
+    mu = claim_of_ledger(release.ledger(), DELTA).mu
+    assert mu == pytest.approx(math.sqrt(2))
+    for sample, side in ((inside, 1), (outside, -1)):
+        score = (sample.mean() - side * mu**2 / 2) * math.sqrt(len(sample)) / mu
+        assert abs(score) < 4
+        assert abs(sample.std() / mu - 1) < 0.3
+
+
+def test_it_reaches_most_of_the_true_epsilon() -> None:
+    """One unsampled release, σ = 1, ε = 4.38: at least 80 % of that, and not more than all of it."""
+    release = EngineRelease(Settings(), tiny(), seed=0)
+    found = audit(release, lambda: claim_of_ledger(release.ledger(), DELTA), name="release", releases=3000)
+    assert found.claim.epsilon == pytest.approx(4.377, abs=1e-3)
+    assert 0.8 * found.claim.epsilon <= found.audited_epsilon <= found.claim.epsilon
+    assert not found.refuted and 0 < found.epsilon_any < found.audited_epsilon
+
+
+def test_its_bounds_hold_as_often_as_they_say() -> None:
+    """200 audits of the sound engine: at most 5 % may end above the claim, give or take what chance allows."""
+    release, above = EngineRelease(Settings(), tiny(), seed=5), 0
+    for repetition in range(200):
+        found = audit(
+            release, lambda: claim_of_ledger(release.ledger(), DELTA), name="release", releases=20, seed=repetition
+        )
+        above += found.refuted or found.audited_epsilon > found.claim.epsilon
+    assert above <= stats.binom.ppf(0.999, 200, 0.05)
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "none"])
+def test_planted_faults_are_noticed(fault: str) -> None:
+    with FAULTS[fault]():
+        found = audit_mechanism(Settings(), releases=150, seed=2)
+    assert any(each.refuted for each in found), [each.as_dict() for each in found]
+
+
+def test_faults_end_with_their_block() -> None:
+    before = FastNoise.__dict__["_draw"]
+    with FAULTS["half the noise"]():
+        assert FastNoise.__dict__["_draw"] is not before
+    assert FastNoise.__dict__["_draw"] is before
+    assert not any(each.refuted for each in audit_mechanism(Settings(), releases=100, seed=2))
+
+
+def test_the_published_recipe_breaks_its_claim_and_the_ellipsoid_keeps_its_own() -> None:
+    published, ellipsoid = audit_published(releases=120)
+    assert published.claim.epsilon == pytest.approx(2.525, abs=1e-3)
+    assert published.refuted and published.epsilon_any > published.claim.epsilon  # without any assumption
+    assert published.true_epsilon is not None
+    assert published.claim.epsilon < published.audited_epsilon < published.true_epsilon
+    assert not ellipsoid.refuted and ellipsoid.audited_epsilon <= ellipsoid.claim.epsilon
+    assert ellipsoid.claim.epsilon == pytest.approx(1.993, abs=1e-2)
+
+
+def test_the_published_recipe_is_refuted_on_the_small_network_too() -> None:
+    settings = Settings("published", PCA(exponent=1.0, floor=0.0), noise_multiplier=2.0)
+    (found,) = audit_mechanism(settings, releases=150)
+    assert found.refuted and found.true_epsilon is not None and found.true_epsilon > 2 * found.claim.epsilon
+
+
+def test_an_audit_is_repeatable_and_seeds_differ() -> None:
+    def observed(seed: int) -> Any:
+        release = EngineRelease(Settings(), tiny(), seed=seed)
+        return [release(True, 0) for _ in range(5)]
+
+    assert observed(4) == observed(4) != observed(5)
+
+
+def test_nothing_is_claimed_before_something_is_released() -> None:
+    with pytest.raises(RuntimeError, match="nothing was released yet"):
+        EngineRelease(Settings(), tiny()).ledger()
