@@ -17,7 +17,17 @@ __all__ = ["plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
 
 # Colours that colour-blind readers can tell apart, and a shape besides (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARKERS = (
+    "o",
+    "s",
+    "^",
+    "D",
+    "v",
+    "P",
+    "X",
+    "*",
+    "<",
+)  # one more, so that a colour that comes again has another shape
 
 
 def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
