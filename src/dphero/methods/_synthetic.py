@@ -41,10 +41,11 @@ def _leaves(count: int, shape: tuple[int, int, int], random: Generator) -> Tenso
         down, right = y - 2.4 * (uniform(count, 1, 1) - 0.5), x - 2.4 * (uniform(count, 1, 1) - 0.5)
         radius = 0.08 * uniform(count, 1, 1).clamp(min=0.006).rsqrt()  # many small ones, few large ones
         slim = radius * (0.15 + 0.85 * uniform(count, 1, 1))
-        power = torch.tensor([1.0, 2.0, 8.0], device=random.device)[(3 * uniform(count, 1, 1)).long()]
+        kind = (3 * uniform(count, 1, 1)).long()
         along = (down * angle.cos() + right * angle.sin()).abs() / radius
         across = (right * angle.cos() - down * angle.sin()).abs() / slim
-        inside = (along**power + across**power < 1).unsqueeze(1)
+        round_or_box = torch.where(kind == 1, along.square() + across.square(), torch.maximum(along, across))
+        inside = (torch.where(kind == 0, along + across, round_or_box) < 1).unsqueeze(1)
         images = torch.where(inside, 2 * uniform(count, channels, 1, 1) - 1, images)
     return images
 
