@@ -131,7 +131,7 @@ def main() -> None:
         "published": lambda: [each.as_dict() for each in audit_published(releases=500)],
         "power": lambda: power(chosen.seeds, chosen.releases),
         "validity": lambda: validity(chosen.repetitions, 100),
-        "tightness": lambda: tightness(3, 3000),
+        "tightness": lambda: tightness(5, 10_000),
         "methods": lambda: methods(chosen.trainings),
     }
     if chosen.out and chosen.out.exists():

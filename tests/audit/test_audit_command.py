@@ -70,12 +70,17 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
 
 
 def test_without_quick_the_training_is_audited_too() -> None:
-    result = run("audit", "--method", "sgd", "--data", "digits", "--releases", 40, "--json")
-    assert result.exit_code == 0, result.stderr
-    record = json.loads(result.stdout)
-    assert record["one_run"][0]["canaries"] == 143 and record["one_run"][0]["audited_epsilon"] > 0
-    assert record["membership"][0]["attack"] == "LiRA"
-    assert "takes steps of its own" in record["notes"][0]
+    from dphero.audit import audit_recipe
+    from dphero.experiments import resolve
+
+    told: list[str] = []
+    recipe = resolve({"data": "digits", "method": "sgd", "epochs": 2.0})
+    report = audit_recipe(recipe, quick=False, releases=40, tell=lambda what, done, total: told.append(what))
+    (one_run,), (attack,) = report.one_runs, report.attacks
+    assert one_run.canaries == 143 and one_run.confidence == 0.975 and report.confidence == 0.95
+    assert attack.name == "LiRA" and attack.members == attack.others
+    assert "takes steps of its own" in report.notes[0] and not report.refuted
+    assert list(dict.fromkeys(told)) == ["Small trainings", "Training with canaries", "Shadow models"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import nn
 from dphero.audit import EngineRelease, Settings, audit, audit_mechanism, claim_of_ledger
 from dphero.audit.faults import FAULTS
 from dphero.audit.published import audit_published
+from dphero.audit.threads import one_thread
 from dphero.guidance import PCA, History
 from dphero.noise import FastNoise
 
@@ -123,6 +124,13 @@ def test_an_audit_is_repeatable_and_seeds_differ() -> None:
         return [release(True, 0) for _ in range(5)]
 
     assert observed(4) == observed(4) != observed(5)
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
 
 
 def test_nothing_is_claimed_before_something_is_released() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dphero.audit.claims import Claim
+from dphero.audit.threads import one_thread
 from dphero.audit.training import MethodTraining, Train
 from dphero.audit.two_sample import Audit, audit
 from dphero.methods import METHODS
@@ -73,6 +74,7 @@ class TrainingRelease:
         return float(outputs[self.classes[0]] - outputs[self.classes[1]])
 
 
+@one_thread()
 def audit_method(
     name: str,
     *,

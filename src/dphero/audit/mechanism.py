@@ -13,6 +13,7 @@ from dphero.accounting import claimed_by_paper
 from dphero.accounting.curves import gaussian_epsilon
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
+from dphero.audit.threads import one_thread
 from dphero.audit.two_sample import Audit, audit
 
 __all__ = ["audit_mechanism", "engine_claim"]
@@ -21,6 +22,7 @@ _QUIET = 0.25
 """σ of the audit of sampling: who is in a lot should be seen."""
 
 
+@one_thread()
 def audit_mechanism(
     settings: Settings | None = None,
     *,

@@ -16,6 +16,7 @@ from torch import nn
 
 from dphero.audit.engine_release import EngineRelease, Settings
 from dphero.audit.mechanism import engine_claim
+from dphero.audit.threads import one_thread
 from dphero.audit.two_sample import Audit, audit
 from dphero.guidance import PCA
 from dphero.mechanism import Mode
@@ -39,6 +40,7 @@ def lenet(seed: int = 0) -> nn.Sequential:
         )  # fmt: skip
 
 
+@one_thread()
 def audit_published(
     *,
     noise_multiplier: float = NOISE_MULTIPLIER,
