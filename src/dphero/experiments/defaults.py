@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "dataset_size": "public",
     },
     "mnist": {"model": "tanh-cnn", "lot": 2048, "epochs": 20, "lr": 4.0, "clip": 0.1, "dataset_size": "public"},
-    "fashion-mnist": {"model": "tanh-cnn", "lot": 1024, "epochs": 20, "lr": 2.0, "clip": 0.1, "dataset_size": "public"},
+    "fashion-mnist": {"model": "tanh-cnn", "lot": 1024, "epochs": 30, "lr": 2.0, "clip": 0.1, "dataset_size": "public"},
     "cifar10": {"model": "scatter-cnn", "lot": 8192, "epochs": 60, "lr": 4.0, "clip": 0.1, "dataset_size": "public"},
 }
 """By data set. Data of the user's own starts from a small network and modest settings."""
