@@ -1,10 +1,10 @@
 """Published figures against ours, at the published settings: accuracy over seeds, and the honest price.
 
-    python benchmarks/published_settings.py --out DIR [--data mnist|cifar10] [--only TEXT] [--seeds 3] [--workers N]
+    python benchmarks/published_settings.py [--out DIR] [--data mnist|cifar10] [--only TEXT] [--seeds 3] [--workers N]
         [--json FILE]
 
-Each run is an ordinary run directory under DIR/runs; a second call with the same DIR goes on. The data must be there:
-`dphero data get mnist`, `dphero data get cifar10`.
+Each run is an ordinary run directory under DIR/DATA/runs; a second call with the same DIR goes on. The data must be
+there: `dphero data get mnist`, `dphero data get cifar10`.
 
 Settings are those of the sources; where a source gives only ε, σ is calibrated by PLD. Differences that cannot be
 removed: lots are Poisson here, as the price assumes, while most sources shuffle fixed batches; ε is PLD's.
@@ -65,7 +65,7 @@ ROWS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/published-settings"))
     parser.add_argument("--data", choices=sorted(ROWS), default="mnist")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--seeds", type=int, default=3)
@@ -88,7 +88,7 @@ def main() -> None:
                 seen.add(name)
                 print(f"{len(seen)}/{standing.runs} {name} {standing.failed.get(name, 'done')}", flush=True)
 
-    outcomes = sweep(plan, arguments.out, workers=arguments.workers, report=report)
+    outcomes = sweep(plan, arguments.out / arguments.data, workers=arguments.workers, report=report)
     table = []
     for row in rows:
         results = [found.result for found in outcomes if of[found.planned.name] == row.name and found.result]

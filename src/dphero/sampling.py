@@ -262,7 +262,7 @@ class PrivateLoader:
                 self.lots.require_captured()
                 last = physical.last
 
-    def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[list[int]]:
+    def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
         for lot in lots:
             members = self._draw(lot)
             size = self.physical_batch_size or max(1, len(members))
@@ -270,7 +270,7 @@ class PrivateLoader:
             for cut in cuts:
                 part = members[cut : cut + size]
                 queue.append(PhysicalBatch(lot, max(1, len(part)), len(part), first=cut == 0, last=cut == cuts[-1]))
-                yield part.tolist()
+                yield part
 
     def _draw(self, lot: int) -> np.ndarray:
         self._drawn = {name: members for name, members in self._drawn.items() if name[1] >= self.lots.next}
@@ -279,14 +279,14 @@ class PrivateLoader:
             self._drawn[name] = self.sampler.draw(lot)
         return self._drawn[name]
 
-    def _fetch(self, chunks: Iterator[list[int]]) -> Iterator[Any]:
+    def _fetch(self, chunks: Iterator[np.ndarray]) -> Iterator[Any]:
         source, dataset = self.source, self.dataset
         workers = source.num_workers if isinstance(source, DataLoader) else 0
         if isinstance(dataset, TensorDataset) and self._collate is default_collate and not workers:
             tensors = dataset.tensors
             for chunk in chunks:
-                index = torch.tensor(chunk, dtype=torch.long, device=tensors[0].device)
-                yield [tensor[index] if chunk else _blank(tensor[:1]) for tensor in tensors]
+                index = torch.from_numpy(chunk).to(tensors[0].device)
+                yield [tensor[index] if len(chunk) else _blank(tensor[:1]) for tensor in tensors]
             return
         options: dict[str, Any] = {}
         if isinstance(source, DataLoader):
@@ -299,7 +299,8 @@ class PrivateLoader:
         seed = int(_random(self.sampler.key, self.lots.next, purpose=1).integers(1 << 63))
         generator = torch.Generator().manual_seed(seed)
         collate = partial(_collate_or_blank, dataset, self._collate)
-        yield from DataLoader(dataset, batch_sampler=chunks, collate_fn=collate, generator=generator, **options)
+        numbers: Any = (chunk.tolist() for chunk in chunks)
+        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=collate, generator=generator, **options)
 
 
 def _collate_or_blank(dataset: Dataset[Any], collate: Callable[[list[Any]], Any], examples: list[Any]) -> Any:

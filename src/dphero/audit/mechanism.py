@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -58,27 +57,47 @@ def audit_mechanism(
     elif settings.mechanism != "published":  # its claim does not speak of sampling
         sides.append(("sampling", replace(settings, noise_multiplier=_QUIET), 0.5))
     each = 1 - (1 - confidence) / len(sides)
-    found = []
-    for number, (name, audited, rate) in enumerate(sides):
-        release = EngineRelease(audited, model, sample_rate=rate, steps=2, seed=seed + 1000 * number)
-        claim, true = engine_claim(release, delta)
-        found.append(
-            audit(
-                release,
-                claim,
-                name=name,
-                releases=releases,
-                confidence=each,
-                seed=seed,
-                true_epsilon=true,
-                report=partial(_add, report, 2 * releases * number),
-            )
+    return [
+        audit_engine(
+            EngineRelease(audited, model, sample_rate=rate, steps=2, seed=seed + 1000 * number),
+            name=name,
+            releases=releases,
+            delta=delta,
+            confidence=each,
+            seed=seed,
+            report=after(2 * releases * number, report),
         )
-    return found
+        for number, (name, audited, rate) in enumerate(sides)
+    ]
 
 
-def _add(report: Callable[[int], None], before: int, done: int) -> None:
-    report(before + done)
+def audit_engine(
+    release: EngineRelease,
+    *,
+    name: str,
+    releases: int,
+    delta: float,
+    confidence: float,
+    seed: int,
+    report: Callable[[int], None],
+) -> Audit:
+    """Audit one way of releasing against what its ledger, or for the published recipe its paper, claims."""
+    claim, true = engine_claim(release, delta)
+    return audit(
+        release,
+        claim,
+        name=name,
+        releases=releases,
+        confidence=confidence,
+        seed=seed,
+        true_epsilon=true,
+        report=report,
+    )
+
+
+def after(before: int, report: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a report for one of several audits: what was done before it counts too."""
+    return lambda done: report(before + done)
 
 
 def engine_claim(release: EngineRelease, delta: float) -> tuple[Callable[[], Claim], float | None]:

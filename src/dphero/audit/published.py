@@ -9,15 +9,14 @@ has noise of the very same shape, and clips by it: nothing is seen beyond its pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
 from dphero.audit.engine_release import EngineRelease, Settings
-from dphero.audit.mechanism import engine_claim
+from dphero.audit.mechanism import after, audit_engine
 from dphero.audit.threads import one_thread
-from dphero.audit.two_sample import Audit, audit
+from dphero.audit.two_sample import Audit
 from dphero.guidance import PCA
 from dphero.mechanism import Mode
 
@@ -67,21 +66,15 @@ def audit_published(
     found = []
     for number, (mode, name) in enumerate(_NAMES):
         settings = Settings(mode, PCA(exponent=1.0, floor=0.0, refresh_every=10**9), noise_multiplier=noise_multiplier)
-        release = EngineRelease(settings, lenet(), seed=seed + 1000 * number)
-        claim, true = engine_claim(release, delta)
         found.append(
-            audit(
-                release,
-                claim,
+            audit_engine(
+                EngineRelease(settings, lenet(), seed=seed + 1000 * number),
                 name=name,
                 releases=releases,
+                delta=delta,
                 confidence=confidence,
-                true_epsilon=true,
-                report=partial(_add, report, 2 * releases * number),
+                seed=seed,
+                report=after(2 * releases * number, report),
             )
         )
     return found
-
-
-def _add(report: Callable[[int], None], before: int, done: int) -> None:
-    report(before + done)

@@ -26,7 +26,7 @@ from dphero.recipe import Recipe
 
 __all__ = ["Interrupted", "Progress", "prepare", "stoppable", "train"]
 
-_PRICING_SHARE = 0.05  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
+_PRICING_SHARE = 0.02  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
 _CHUNK = 1000  # test images that pass through the model at a time
 
 
@@ -82,11 +82,6 @@ def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
     module, inputs = model, images
     if isinstance(model, FeatureModel):
         module, inputs = model.head, features(model, images)
-    if recipe.delta * len(labels) >= 1:
-        raise ValueError(
-            f"delta {recipe.delta:g} is not below one over the number of examples: it would allow publishing "
-            "somebody's record. Give a smaller --delta"
-        )
     task = Task(
         recipe=recipe,
         train=TensorDataset(inputs, labels),
@@ -95,6 +90,13 @@ def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
         images=images,
         classes=classes,
     )
+    if (
+        recipe.dataset_size is not None and recipe.delta * task.records >= 1
+    ):  # the public number: the true one is private
+        raise ValueError(
+            f"delta {recipe.delta:g} is not below one over the number of records: it would allow publishing "
+            "somebody's record. Give a smaller --delta"
+        )
     return task, data
 
 

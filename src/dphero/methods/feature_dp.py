@@ -92,6 +92,7 @@ def release_moments(
     for power, given in zip((1, 2), bounds, strict=True):
         parts = [part.double().pow(power).flatten(2).mean(2) for part in features.split(_CHUNK)]
         rows = torch.cat(parts)
+        rows = rows.where(rows.isfinite().all(1, keepdim=True), 0.0)  # one broken image must not show in every sum
         norms = rows.norm(dim=1)
         bound = moments.typical_norm(norms, _HISTOGRAM_NOISE * noise_multiplier) if given is None else given
         total = (rows * (bound / norms.clamp(min=bound))[:, None]).sum(0)
