@@ -77,10 +77,10 @@ def test_bounds_of_two_samples_hold_as_often_as_they_say(kind: str) -> None:
 
 
 def test_what_chose_the_thresholds_does_not_count() -> None:
-    """The first quarter is told apart without an error, the rest not at all: nothing follows."""
+    """The pilot is told apart without an error, the rest not at all: nothing follows."""
     random = np.random.default_rng(0)
     inside, outside = random.normal(size=200), random.normal(size=200)
-    inside[:50] += 10
+    inside[:30] += 10
     for found in separate(inside, outside, delta=1e-5, confidence=0.95):
         assert found.mu == found.epsilon(1e-5) == 0
 

@@ -304,8 +304,8 @@ class DPMP(Method):
     )
     defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "digits": {"lot": 512, "epochs": 40},
-        "mnist": {"lot": 4096, "epochs": 10, "lr": 4.0},
-        "fashion-mnist": {"lot": 4096, "epochs": 10, "lr": 4.0},
+        "mnist": {"lot": 4096, "epochs": 30, "lr": 2.0},
+        "fashion-mnist": {"lot": 4096, "epochs": 30, "lr": 2.0},
         "cifar10": {"lot": 8192, "epochs": 20, "lr": 4.0},
     }
 

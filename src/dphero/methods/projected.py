@@ -119,7 +119,9 @@ class Projected(Method):
         extra_data="public or synthetic images (option public)",
     )
 
-    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {"mnist": {"options": {"public": "digits"}}}
+    defaults: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "mnist": {"options": {"public": "digits", "examples": 1400, "directions": 1200}},
+    }
 
     public: str = "leaves"
     examples: int = 200
