@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2  # processes that share the tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow bench lint format clean
@@ -31,7 +32,7 @@ demo: setup
 	@$(BIN)/dphero demo
 
 test: lint
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 test-slow: setup
 	@$(BIN)/python -m pytest -q -m "slow or realdata"

@@ -117,6 +117,12 @@ class Factor(ABC):
                 f"[{self.smallest}, {self.largest}]. Singular geometry, no privacy: give the spectrum a floor"
             )
 
+    def _rounded(self, scales: Tensor, basis: Tensor, *more: float) -> Tensor:
+        """Returns scales as the basis is, admitted before they travel: a look at a GPU's numbers waits for it."""
+        rounded = scales.detach().to(basis.dtype)
+        self._admit(rounded, *more)
+        return rounded.to(basis.device)
+
 
 class Scalar(Factor):
     """A = scale I. Holds no tensor, so it suits every device and precision."""
@@ -164,8 +170,7 @@ class Dense(Factor):
             raise ValueError(f"Dense needs basis k x k and scales k, not {(*basis.shape,)} and {(*scales.shape,)}")
         self._admit(scales)
         self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
-        self.scales = scales.detach().to(self.basis)
-        self._admit(self.scales)
+        self.scales = self._rounded(scales, self.basis)
         self.size, self.dtype = len(basis), self.basis.dtype
         self.matrix = (self.basis * self.scales) @ self.basis.mT
         self.inverse = (self.basis / self.scales) @ self.basis.mT
@@ -220,14 +225,13 @@ class LowRank(Factor):
         self.rest = float(rest)
         self._admit(scales, self.rest)
         self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
-        self.scales = scales.detach().to(self.basis)
-        self._admit(self.scales, self.rest)
+        self.scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
         self._spread = self.basis * (self.scales - self.rest)
         self._gather = self.basis * (1.0 / self.scales - 1.0 / self.rest)
         self._inverse_squares = self.scales.square().reciprocal() - self.rest**-2
         # s z + U sqrt(v^2 - s^2) z' has covariance A^2, and takes one product; where a v_i is below s there is no root.
-        wider = bool((self.scales >= self.rest).all())
+        wider = self.smallest >= self.rest
         self._dispersion = self.basis * (self.scales.square() - self.rest**2).sqrt() if wider else None
         # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
         self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= _TOLERANCE

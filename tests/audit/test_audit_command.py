@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dphero.audit.faults import FAULTS
 from dphero.audit.membership import Roc
 from dphero.audit.report import Report, plot_roc, save
 from dphero.cli import app
@@ -59,13 +64,17 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     result = run("audit", finished, "--quick", "--releases", 60)
     assert result.exit_code == 0, result.stderr
     shown = " ".join(result.stdout.split())
-    for words in ("release", "sampling", "small trainings", "not refuted", "the run's own claim: ε =",
+    for words in ("release", "sampling", "small trainings", "gradient canaries", "about the 500 coins were right",
+                  "not refuted", "the run's own claim: ε =",
                   "Membership inference, loss threshold: AUC", "hold together with confidence 0.95",
                   "audited at noise multiplier 1, the recipe's is 1.5"):  # fmt: skip
         assert words in shown
     assert all((finished / name).read_bytes() == content for name, content in before.items())
     record = json.loads((finished / "audit" / "audit.json").read_text())
     assert record["refuted"] is False and record["membership"][0]["members"] == 1437
+    (one_run,) = record["one_run"]
+    assert one_run["canaries"] == 500 and one_run["confidence"] == pytest.approx(1 - 0.05 / 3)
+    assert 0.05 < one_run["audited_epsilon"] < one_run["claimed_epsilon"]
     assert (finished / "audit" / "roc.svg").read_text().startswith("<?xml")
 
 
@@ -80,7 +89,8 @@ def test_without_quick_the_training_is_audited_too() -> None:
     assert one_run.canaries == 143 and one_run.confidence == 0.975 and report.confidence == 0.95
     assert attack.name == "LiRA" and attack.members == attack.others
     assert "takes steps of its own" in report.notes[0] and not report.refuted
-    assert list(dict.fromkeys(told)) == ["Small trainings", "Training with canaries", "Shadow models"]
+    assert "gradient canaries have no place" in report.notes[0]
+    assert list(dict.fromkeys(told)) == ["Small trainings", "Training with input canaries", "Training shadow models"]
 
 
 @pytest.mark.parametrize(
@@ -110,12 +120,51 @@ def test_a_folder_that_is_no_run_and_a_run_that_is_not_finished(tmp_path: Path, 
     assert result.exit_code == 2 and "is not finished" in " ".join(result.stderr.split())
 
 
-def test_a_refuted_claim_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dphero.audit.faults import FAULTS
-
+def test_a_refuted_claim_is_exit_code_1() -> None:
     with FAULTS["half the noise"](), FAULTS["half the noise"]():
         result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 60)
     assert result.exit_code == 1 and "REFUTED" in result.stdout
+
+
+def test_gradient_canaries_see_an_engine_without_noise() -> None:
+    """The command's own training: with next to no noise, its claim is refuted."""
+    from dphero.audit import audit_recipe
+    from dphero.experiments import resolve
+
+    recipe = resolve({"data": "digits", "method": "dp-sgd", "noise_multiplier": 6.0, "epochs": 2.0})
+    with FAULTS["half the noise"](), FAULTS["half the noise"](), FAULTS["half the noise"](), FAULTS["half the noise"]():
+        report = audit_recipe(recipe, releases=40)
+    (one_run,) = report.one_runs
+    assert one_run.refuted and report.refuted
+
+
+def test_ctrl_c_leaves_nothing_behind(finished: Path, tmp_path: Path) -> None:
+    """A real process, a real signal."""
+    out = tmp_path / "audit"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dphero.cli", "audit", str(finished), "--releases", "100000", "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130 and stdout == ""
+    assert "interrupted; the audit is not finished, and nothing was written" in " ".join(stderr.split())
+    assert "Traceback" not in stderr and not out.exists()
+
+
+def test_pictures_are_replaced_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attack = Roc.of("loss threshold", np.array([1.0]), np.array([0.0]))
+    save(Report("before", attacks=[attack]), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dphero.audit.report.plot_roc", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(Report("after", attacks=[attack]), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_pictures_of_little_data(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from scipy import stats
 from dphero.accounting import Ledger, NoNoise, PoissonGaussian, ShuffledGaussian, claimed_by_paper, price
 from dphero.accounting.curves import gaussian_delta, gaussian_epsilon, poisson_gaussian_deltas
 from dphero.audit.claims import claim_of_ledger, claim_of_prices
-from dphero.audit.statistics import Separation
+from dphero.audit.statistics import Errors, Separation
 
 DELTA = 1e-5
 
@@ -57,6 +57,18 @@ def test_sampled_releases_claim_their_own_curve() -> None:
     assert not claim.refuted([sampled(0.5, 0.8)])
     assert claim.refuted([sampled(0.5, 0.6)])  # less noise
     assert claim.refuted([sampled(0.8, 0.8)])  # a larger rate
+
+
+def test_the_sum_of_errors_is_tested_against_the_curve() -> None:
+    """Total variation is what it is about: δ at ε = 0."""
+    for event, total in (
+        (PoissonGaussian(1.0, 0.8), 2 * stats.norm.sf(0.5 / 0.8)),
+        (PoissonGaussian(0.5, 0.8), 1 - (stats.norm.sf(-0.5 / 0.8) - stats.norm.sf(0.5 / 0.8)) / 2),
+    ):
+        claim = claim_of_ledger(ledger(event), DELTA)
+        assert claim.refuted([Errors(0.0, total - 0.005)]) and not claim.refuted([Errors(0.0, total + 0.001)])
+        fitted = claim.fitted([Errors(0.0, total)])
+        assert fitted == pytest.approx(claim.epsilon, rel=0.02)
 
 
 def test_the_family_finds_the_noise_that_was_there() -> None:

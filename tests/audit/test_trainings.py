@@ -11,6 +11,7 @@ from dphero.accounting import Ledger
 from dphero.audit import GradientCanaries, InputCanaries, Roc, Settings, audit_method, audit_one_run, lira, loss_attack
 from dphero.audit.claims import claim_of_ledger
 from dphero.audit.faults import FAULTS
+from dphero.audit.one_run import _Ported, room
 from dphero.audit.training import MethodTraining, Trained, confidence
 from dphero.recipe import Recipe
 
@@ -68,7 +69,32 @@ def test_one_run_with_input_canaries_sees_what_training_without_privacy_remember
     assert private.audited_epsilon < 0.5 and not private.refuted
 
 
+def test_a_lot_in_several_batches_is_scored_once() -> None:
+    told: list[int] = []
+    canaries = GradientCanaries(
+        Settings(), network(), *records(), 400, sample_rate=0.5, steps=4, physical_batch=50, report=told.append
+    )
+    whole, parts = (
+        audit_one_run(gradient_canaries(), name="lots", seed=1),
+        audit_one_run(canaries, name="parts", seed=1),
+    )
+    assert told == [1, 2, 3, 4]
+    np.testing.assert_allclose(parts.scores, whole.scores, rtol=1e-3, atol=1e-3)
+
+
+def test_gradient_canaries_lie_where_the_records_are_not() -> None:
+    """Records that move the layer in a few directions only: those are left to them."""
+    images, labels = records()
+    images = images * (torch.arange(36) < 12).view(1, 1, 6, 6)
+    canaries = GradientCanaries(Settings(), network(), images, labels, 24 * 20, sample_rate=0.5, steps=1)
+    rows, columns = canaries._directions(_Ported(network()), 0)
+    assert float((columns @ images.flatten(1).mT).abs().max()) < 1e-4
+    gradients = torch.einsum("mi,mj->mij", rows, columns).flatten(1)
+    torch.testing.assert_close(gradients @ gradients.mT, torch.eye(480), rtol=0, atol=1e-4)
+
+
 def test_too_many_gradient_canaries_are_refused() -> None:
+    assert room(network()) == 24 * 36 and room(nn.Conv2d(1, 2, 3)) == 0 and room(network().requires_grad_(False)) == 0
     canaries = GradientCanaries(Settings(), network(), *records(), 10_000, sample_rate=0.5, steps=1)
     with pytest.raises(ValueError, match="10000 canaries do not fit"):
         audit_one_run(canaries, name="engine")

@@ -225,11 +225,29 @@ def test_subspace_without_a_gap_still_finds_the_spectrum() -> None:
     w = weight(512, 2048)  # a random weight: nothing stands out
     factor = only(PCA(solver="subspace"), w).left
     assert isinstance(factor, LowRank)
-    found, _ = solvers.subspace(w, "w", 16)
+    ((found, _),) = solvers.find([solvers.Wanted(w, "w", 16)])
     truth = spectrum(w)
     assert float((found.values / truth[:16]).min()) > 0.9 and float((found.values / truth[:16]).max()) < 1.0001
     assert found.rest == pytest.approx(float(truth[16:].mean()), rel=0.01)
     assert float(factor.variance().sum()) == pytest.approx(512, rel=1e-5)
+
+
+def test_the_basis_of_a_gpu_spans_what_that_of_a_cpu_does() -> None:
+    columns = weight(300, 24) * torch.logspace(0, -5, 24)
+    mine, other = solvers._by_cholesky(columns), solvers._by_qr(columns.double())
+    assert torch.allclose(mine.mT @ mine, torch.eye(24), atol=1e-5)
+    assert torch.allclose(mine.double() @ mine.double().mT, other @ other.mT, atol=1e-4)
+    assert solvers._by_cholesky(torch.zeros(300, 24)).isnan().any()
+
+
+def test_dependent_columns_take_the_safe_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solvers, "_orthonormal", solvers._by_cholesky)  # as on a GPU
+    flat, w = torch.zeros(100, 200), weight(100, 200)
+    flat[:5] = weight(5, 200)  # of rank 5: the iterated columns are dependent
+    (low, low_basis), (full, _) = solvers.find([solvers.Wanted(flat, "low", 16), solvers.Wanted(w, "full", 16)])
+    assert low_basis is not None and torch.allclose(low_basis.mT @ low_basis, torch.eye(24), atol=1e-5)
+    assert torch.allclose(low.values[:5], spectrum(flat)[:5], rtol=1e-4) and float(low.values[5:].max()) < 1e-6
+    assert float((full.values / spectrum(w)[:16]).min()) > 0.9
 
 
 def test_warm_starts_follow_moving_weights() -> None:

@@ -19,7 +19,7 @@ from scipy.special import log_ndtr
 
 from dphero.accounting import Event, Ledger, price
 from dphero.accounting.curves import gaussian_epsilon, self_compose
-from dphero.audit.statistics import Separation
+from dphero.audit.statistics import Evidence
 
 __all__ = ["Claim", "claim_of_ledger", "claim_of_prices"]
 
@@ -49,21 +49,11 @@ class Claim:
     mu: float | None = None
     gaussian: bool = False
 
-    def refuted(self, evidence: Iterable[Separation]) -> bool:
+    def refuted(self, evidence: Iterable[Evidence]) -> bool:
         """Return whether any of the evidence breaks the claim. No assumption is made on the mechanism."""
-        return any(self._refuted(each) for each in evidence)
+        return any(each.breaks(*self.curve) or (self.mu is not None and each.mu > self.mu) for each in evidence)
 
-    def _refuted(self, evidence: Separation) -> bool:
-        if self.mu is not None and evidence.mu > self.mu:
-            return True
-        epsilons, deltas = self.curve
-        with np.errstate(over="ignore"):
-            growth = np.exp(epsilons)
-        forward = evidence.true_rate > (growth * evidence.false_rate + deltas).min()
-        backward = 1 - evidence.false_rate > (growth * (1 - evidence.true_rate) + deltas).min()
-        return bool(forward or backward)
-
-    def fitted(self, evidence: Sequence[Separation]) -> float | None:
+    def fitted(self, evidence: Sequence[Evidence]) -> float | None:
         """Return the largest ε of the claim's family that the evidence refutes; ``None`` without a family.
 
         A lower bound on the true ε *if* the releases are what they claim to be up to the size of the noise.

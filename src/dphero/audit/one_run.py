@@ -25,7 +25,7 @@ from dphero.audit.statistics import guessing_bound
 from dphero.audit.training import Train, losses
 from dphero.engine import PrivacyEngine
 
-__all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"]
+__all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "audit_one_run", "room"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,25 +140,32 @@ class InputCanaries:
         inside = torch.from_numpy(included)
         trained = self.train(torch.cat([self.images, images[inside]]), torch.cat([self.labels, labels[inside]]), seed)
         scores = -losses(trained.model, images, labels)
-        return scores.cpu().numpy(), lambda delta: trained.claim(delta).epsilon
+        return scores.cpu().numpy(), trained.epsilon
+
+
+def _plain(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 @dataclass(eq=False)
 class GradientCanaries:
     """White box: canaries with orthogonal gradients in one linear layer, scored by every released gradient.
 
-    Canary j plants C · 100 u vᵀ, from its own pair of the vectors of two orthonormal bases. Its score is the sum over
-    steps of ⟨A⁻² g̃_t, u vᵀ⟩, A being the geometry of the step's noise: all of it is public but g̃, which was released.
+    Canary j plants C · 100 u vᵀ, from its own pair of the vectors of two orthonormal bases. The attacker knows the
+    other records: v are directions in which they move the layer least. The score is the sum over steps of
+    ⟨A⁻² g̃_t, u vᵀ⟩, A being the geometry of the step's noise: all of it is public but g̃, which was released.
 
     Args:
         settings: How the engine is made.
         model: The model.
-        images: The data.
+        images: The data: what the model takes.
         labels: Their labels.
-        canaries: m; at most the number of weights in the model's largest linear layer.
+        canaries: m; at most :func:`room`.
         sample_rate: q, also of the canaries.
         steps: Length of the training.
-        lr: Learning rate.
+        optimizer: Makes the optimizer of a module; default plain SGD.
+        physical_batch: The most examples per forward pass; default whole lots.
+        report: Called with the number of steps taken.
     """
 
     settings: Settings
@@ -168,17 +175,18 @@ class GradientCanaries:
     canaries: int
     sample_rate: float
     steps: int
-    lr: float = 0.1
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _plain
+    physical_batch: int | None = None
+    report: Callable[[int], None] = lambda done: None
 
     def __call__(
         self, included: NDArray[np.bool_], seed: int, /
     ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
         """Train once."""
         module = _Ported(copy.deepcopy(self.model))
-        rows, columns = self._directions(module.layer, seed)
-        inside = torch.from_numpy(included)
-        settings, engine = self.settings, PrivacyEngine()
-        optimizer = torch.optim.SGD(module.parameters(), lr=self.lr)
+        rows, columns = self._directions(module, seed)
+        inside = torch.from_numpy(included).to(rows.device)
+        settings, engine, optimizer = self.settings, PrivacyEngine(), self.optimizer(module)
         _, _, loader = engine.make_private(
             module=module,
             optimizer=optimizer,
@@ -190,52 +198,83 @@ class GradientCanaries:
             clipping=settings.clipping,
             sample_rate=self.sample_rate,
             expected_batch_size=self.sample_rate * (len(self.images) + self.canaries / 2),
+            physical_batch_size=self.physical_batch,
             secure=settings.secure,
             seed=None if settings.secure else seed,
             unsound=settings.mechanism == "published",
             loss_reduction="sum",
         )
-        scores = torch.zeros(self.canaries, dtype=torch.float64)
+        scores = torch.zeros(self.canaries, dtype=torch.float64, device=rows.device)
         while engine.steps < self.steps:
             for images, labels, ordinary, planted, readout in loader:
-                geometry = engine._attached.mechanism.noise_geometry[module.weight_name]
-                optimizer.zero_grad()
+                geometry, before = engine._attached.mechanism.noise_geometry[module.weight_name], engine.steps
                 outputs, ports = module(images, planted)
                 entropy = F.cross_entropy(outputs, labels, reduction="none") * ordinary
                 (entropy + (ports * readout).sum(1)).sum().backward()
+                if engine.steps == before:  # a lot may come in several physical batches
+                    continue
                 assert module.layer.weight.grad is not None
                 seen = geometry.whiten(geometry.whiten(module.layer.weight.grad.double()))
                 scores += ((rows.double() @ seen) * columns.double()).sum(1)
                 optimizer.step()
+                optimizer.zero_grad()
+                self.report(engine.steps)
                 if engine.steps == self.steps:
                     break
         ledger_price = engine.price
-        return scores.numpy(), lambda delta: ledger_price(delta).epsilon
+        return scores.cpu().numpy(), lambda delta: ledger_price(delta).epsilon
 
-    def _directions(self, layer: nn.Linear, seed: int) -> tuple[Tensor, Tensor]:
-        """Return u and v of each canary: pairs from two random orthonormal bases, no pair twice."""
-        if self.canaries > layer.weight.numel():
+    def _directions(self, module: _Ported, seed: int) -> tuple[Tensor, Tensor]:
+        """Return u and v of each canary: u from a random basis, v from that of the layer's inputs, no pair twice."""
+        outputs, inputs = module.layer.weight.shape
+        if self.canaries > outputs * inputs:
             raise ValueError(
-                f"{self.canaries} canaries do not fit into the largest linear layer, which has {layer.weight.numel()} "
+                f"{self.canaries} canaries do not fit into the largest linear layer, which has {outputs * inputs} "
                 "weights: take fewer"
             )
         generator = torch.Generator().manual_seed(seed)
-        bases = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for size in layer.weight.shape]
-        pairs = torch.randperm(layer.weight.numel(), generator=generator)[: self.canaries]
-        return bases[0][pairs // layer.in_features], bases[1][pairs % layer.in_features]
+        rows = torch.linalg.qr(torch.randn(outputs, outputs, generator=generator))[0].to(self.images)
+        columns = torch.linalg.eigh(self._moments(module))[1].mT.to(rows)  # what the records move least comes first
+        each = torch.arange(self.canaries, device=rows.device)
+        return rows[each % outputs], columns[each // outputs]
+
+    @torch.no_grad()
+    def _moments(self, module: _Ported) -> Tensor:
+        """Return Σ a aᵀ over the inputs a that the layer gets of the records, at the initial weights."""
+        total = torch.zeros(module.layer.in_features, module.layer.in_features, dtype=torch.float64)
+        total = total.to(self.images.device)
+
+        def look(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            inputs = arguments[0].detach().reshape(-1, total.shape[0]).double()
+            total.add_(inputs.mT @ inputs)
+
+        hook = module.layer.register_forward_pre_hook(look)
+        for part in self.images.split(500):
+            module.model(part)
+        hook.remove()
+        return total
 
     def _records(self, rows: Tensor, columns: Tensor, clip_norm: float) -> TensorDataset:
         """Return the data, then the canaries: images that count for nothing, inputs and read-outs that do."""
         data, more = len(self.images), len(rows)
         blank = torch.rand(more, *self.images.shape[1:], generator=torch.Generator().manual_seed(0)).to(self.images)
-        ordinary = torch.cat([torch.ones(data), torch.zeros(more)])
         return TensorDataset(
             torch.cat([self.images, blank]),
-            torch.cat([self.labels, torch.zeros(more, dtype=self.labels.dtype)]),
-            ordinary,
-            torch.cat([torch.zeros(data, columns.shape[1]), 100 * columns]),
-            torch.cat([torch.zeros(data, rows.shape[1]), clip_norm * rows]),
+            torch.cat([self.labels, self.labels.new_zeros(more)]),
+            torch.cat([rows.new_ones(data), rows.new_zeros(more)]),
+            torch.cat([columns.new_zeros(data, columns.shape[1]), 100 * columns]),
+            torch.cat([rows.new_zeros(data, rows.shape[1]), clip_norm * rows]),
         )
+
+
+def room(model: nn.Module) -> int:
+    """Return how many gradient canaries fit into a model: the weights of its largest linear layer; 0 without one."""
+    return max((layer.weight.numel() for layer in _linear(model).values()), default=0)
+
+
+def _linear(model: nn.Module) -> dict[str, nn.Linear]:
+    layers = {path: layer for path, layer in model.named_modules() if type(layer) is nn.Linear}
+    return {path: layer for path, layer in layers.items() if layer.weight.requires_grad}
 
 
 class _Ported(nn.Module):
@@ -244,9 +283,9 @@ class _Ported(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        linear = {path: layer for path, layer in model.named_modules() if type(layer) is nn.Linear}
+        linear = _linear(model)
         if not linear:
-            raise ValueError("the model has no linear layer: gradient canaries have no place in it")
+            raise ValueError("the model has no linear layer that is trained: gradient canaries have no place in it")
         self._path = max(linear, key=lambda path: linear[path].weight.numel())
         self.weight_name = f"model.{self._path}.weight" if self._path else "model.weight"
 

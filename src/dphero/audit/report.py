@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -60,16 +62,30 @@ class Report:
 def save(report: Report, directory: Path, *, pictures: bool = True) -> None:
     """Write ``audit.json``, and the pictures as PNG and SVG: ``epsilons``, ``trade-off`` and ``roc``.
 
+    Everything is drawn beside its place first: an interruption leaves what was there before.
+
     Raises:
-        ImportError: If pictures are wanted and matplotlib is missing; ``audit.json`` is written before.
+        ImportError: If pictures are wanted and matplotlib is missing; ``audit.json`` is written nevertheless.
     """
     from dphero.experiments.files import to_json, write_text
-    from dphero.experiments.plots import require_matplotlib, save_figure
 
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "audit.json", to_json(report.as_dict(), indent=2) + "\n")
-    if not pictures:
-        return
+    text = to_json(report.as_dict(), indent=2) + "\n"
+    with TemporaryDirectory(prefix=".partial-", dir=directory) as beside:
+        try:
+            if pictures:
+                _draw(report, Path(beside))
+        except ImportError:
+            write_text(directory / "audit.json", text)
+            raise
+        write_text(directory / "audit.json", text)
+        for picture in sorted(Path(beside).iterdir()):
+            os.replace(picture, directory / picture.name)
+
+
+def _draw(report: Report, directory: Path) -> None:
+    from dphero.experiments.plots import require_matplotlib, save_figure
+
     require_matplotlib()
     if report.audits or report.one_runs:
         save_figure(plot_epsilons(report), directory / "epsilons")
@@ -83,10 +99,13 @@ def plot_epsilons(report: Report) -> Any:
     """Draw claimed against audited ε: a sound claim stands right of its bar."""
     rows = [(each.name, each.audited_epsilon, each.claim.epsilon, each.true_epsilon) for each in report.audits]
     rows += [(each.name, each.audited_epsilon, each.claimed_epsilon, None) for each in report.one_runs]
-    figure, axes = _figure(7.0, 1.6 + 0.6 * len(rows))
+    figure, axes = _figure(7.5, 1.8 + 0.6 * len(rows))
     for place, (_, audited, claimed, true) in enumerate(rows):
         broken = audited > claimed
         axes.barh(place, audited, height=0.5, color=_COLOURS[1] if broken else _COLOURS[0])
+        axes.annotate(
+            f"{audited:.2f}", (audited, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
         if np.isfinite(claimed):
             axes.plot([claimed, claimed], [place - 0.4, place + 0.4], color="black", linewidth=2.5)
         if true is not None and np.isfinite(true):
@@ -99,11 +118,22 @@ def plot_epsilons(report: Report) -> Any:
         axes.barh([0], [0], color=_COLOURS[1], label="audited lower bound, above the claim")
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
-    axes.set_xscale("symlog", linthresh=1.0)
-    axes.set_xlabel("ε")
+    _epsilon_scale(axes, max(value for row in rows for value in row[1:] if value is not None and np.isfinite(value)))
     axes.set_title(report.title, fontsize=10, wrap=True)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     return figure
+
+
+def _epsilon_scale(axes: Any, largest: float) -> None:
+    """Let ε grow evenly up to 1 and by factors beyond, with numbers that people read."""
+    right = max(1.5 * largest, 2.0)
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set_xlim(0, right)
+    ticks = [0, 0.5, *(step * 10**power for power in range(4) for step in (1, 2, 5))]
+    shown = [tick for tick in ticks if tick <= right]
+    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axes.minorticks_off()
+    axes.set_xlabel("ε (logarithmic above 1)")
 
 
 def plot_trade_off(audits: Sequence[Audit]) -> Any:
@@ -114,7 +144,8 @@ def plot_trade_off(audits: Sequence[Audit]) -> Any:
         roc = Roc.of(each.name, each.inside, each.outside)
         axes.plot(roc.false_rates, 1 - roc.true_rates, color=colour, label=f"{each.name}: the attack")
         false = np.linspace(0, 1, 500)
-        axes.plot(false, _claimed_misses(each, false), color=colour, linestyle="--", label=f"{each.name}: the claim")
+        dashes = (4 * number, (4, 4 * max(len(audits) - 1, 1)))  # in turns, so that equal claims are all seen
+        axes.plot(false, _claimed_misses(each, false), color=colour, linestyle=dashes, label=f"{each.name}: the claim")
     axes.plot([0, 1], [1, 0], color="grey", linewidth=0.8, label="guessing")
     axes.set_xlabel("false alarms: canary out, taken for in")
     axes.set_ylabel("misses: canary in, taken for out")
@@ -145,7 +176,7 @@ def plot_roc(attacks: Sequence[Roc]) -> Any:
     axes.plot([lowest, 1], [lowest, 1], color="grey", linewidth=0.8, label="guessing")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("false positive rate")
+    axes.set_xlabel("false positive rate (0 stands at the left edge)")
     axes.set_ylabel("true positive rate")
     axes.set_title("Membership inference against the released model")
     axes.legend(fontsize=8, loc="lower right")
@@ -158,5 +189,6 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.grid(True, alpha=0.3)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -13,7 +13,7 @@ from dphero.audit.engine_release import Settings, small_model
 from dphero.audit.many_runs import audit_method
 from dphero.audit.mechanism import audit_mechanism
 from dphero.audit.membership import Roc, lira, loss_attack
-from dphero.audit.one_run import InputCanaries, OneRun, audit_one_run
+from dphero.audit.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run, room
 from dphero.audit.report import Report
 from dphero.audit.training import MethodTraining
 from dphero.audit.two_sample import Audit
@@ -28,23 +28,23 @@ __all__ = ["audit_recipe", "audit_run", "settings_of"]
 
 _LARGE = 100_000  # parameters: thousands of releases of more would take minutes
 _SHADOWS = 8
-_MOST_NOISE = 1.0
+_MOST_NOISE = 1.0  # multiplier: under more the canary, and with it most faults of a release, could not be seen
+_QUICK_RECORDS, _QUICK_STEPS = 2000, 150  # of a quick training with gradient canaries: some seconds
+_MOST_CANARIES = 1000
+_CANARY_DELTA = 0.05  # m δ with gradient canaries: the bound of one run pays for δ once per canary
 
 Tell = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
 def settings_of(trainer: PrivateTrainer) -> Settings:
-    """Return the settings of a trainer's engine: what its mechanism audit has to repeat.
-
-    Except for noise beyond multiplier 1: under much noise the canary, and with it most faults, could not be seen.
-    """
+    """Return the settings of a trainer's engine: what its audits have to repeat."""
     mechanism = trainer.engine._attached.mechanism
     return Settings(
         mechanism=mechanism.mode,
         guidance=copy.deepcopy(mechanism.guidance),
         clipping=mechanism.clipping.kind,  # type: ignore[arg-type]
-        noise_multiplier=min(mechanism.noise_multiplier, _MOST_NOISE),
+        noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=trainer.task.recipe.clip,
         secure=trainer.task.recipe.secure,
     )
@@ -59,13 +59,13 @@ def audit_run(
     seed: int = 0,
     tell: Tell = lambda what, done, total: None,
 ) -> Report:
-    """Audit a finished run: its mechanism, its released model, and, unless quick, its training.
+    """Audit a finished run: its mechanism, its training, and its released model; see :func:`audit_recipe`.
 
-    The training is repeated once with canaries among the data. Nothing of the run is changed.
+    Trainings are repeated with canaries among the data. Nothing of the run is changed.
 
     Args:
         path: The run's directory.
-        quick: Leave out what trains anew.
+        quick: Leave out whole trainings; that with gradient canaries is shortened.
         releases: Of the mechanism, with and without the canary.
         confidence: Of all bounds together.
         seed: Makes the audit repeatable.
@@ -111,12 +111,12 @@ def audit_recipe(
 ) -> Report:
     """Audit what a recipe would do.
 
-    The mechanism of its engine, small trainings of its method, and, unless quick, one whole training with canaries and
-    several on halves of the data, as shadow models of one another.
+    The mechanism of its engine, small trainings of its method, a training with gradient canaries, and, unless quick,
+    one with input canaries and several on halves of the data, as shadow models of one another.
 
     Args:
         recipe: What to audit.
-        quick: Leave out whole trainings.
+        quick: Leave out whole trainings; that with gradient canaries is shortened.
         releases: Of the mechanism, with and without the canary; small trainings are a tenth of that.
         confidence: Of all bounds together.
         seed: Makes the audit repeatable.
@@ -134,10 +134,11 @@ def audit_recipe(
     model, more = _carrier(trainer)
     notes += more
     audits: list[Audit] = []
-    each = 1 - (1 - confidence) / (1 + (settings is not None) + (not quick))
+    each = 1 - (1 - confidence) / (1 + 2 * (settings is not None) + (not quick))
     if settings is not None:
+        seen = replace(settings, noise_multiplier=min(settings.noise_multiplier, _MOST_NOISE))
         audits += audit_mechanism(
-            settings, model=model, releases=releases, delta=delta, confidence=each, seed=seed,
+            seen, model=model, releases=releases, delta=delta, confidence=each, seed=seed,
             report=lambda done: tell("Releasing", done, 4 * releases),
         )  # fmt: skip
     few = max(releases // 10, 40)
@@ -146,25 +147,35 @@ def audit_recipe(
         epsilon=recipe.epsilon or 1.0, report=lambda done: tell("Small trainings", done, 2 * few),
     )  # fmt: skip
     audits.append(replace(small, name="small trainings"))
+    one_runs: list[OneRun] = []
+    attacks: list[Roc] = []
+    if settings is not None:
+        assert isinstance(trainer, PrivateTrainer)
+        found, more = _gradient_canaries(trainer, settings, quick, each, seed, tell)
+        one_runs += found
+        notes += more
     if quick:
-        notes.append(f"quick: the {steps} steps of a whole training were not repeated; leave out --quick for that")
-        return Report(f"method {recipe.method} on {recipe.data}", audits, notes=notes, confidence=confidence)
-    one_run, attack = _whole(task, each, seed, tell)
-    return Report(f"method {recipe.method} on {recipe.data}", audits, [one_run], [attack], notes, confidence)
+        notes.append(f"quick: whole trainings of {steps} steps were left out; leave out --quick for them")
+    else:
+        one_run, attack = _whole(task, each, seed, tell)
+        one_runs.append(one_run)
+        attacks.append(attack)
+    return Report(f"method {recipe.method} on {recipe.data}", audits, one_runs, attacks, notes, confidence)
 
 
 def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:
     """Return the settings of the trainer's engine, if it has one, and remarks on how they are audited."""
     if not isinstance(trainer, PrivateTrainer):
-        return None, [f"method {trainer.card.name!r} takes steps of its own: they are audited by small trainings alone"]
-    sigma = trainer.engine.noise_multiplier
-    if sigma <= _MOST_NOISE:
-        return settings_of(trainer), []
+        note = f"method {trainer.card.name!r} takes steps of its own, outside the engine: they are audited by small "
+        return None, [note + "trainings, not by single releases, and gradient canaries have no place in them"]
+    settings = settings_of(trainer)
+    if settings.noise_multiplier <= _MOST_NOISE:
+        return settings, []
     note = (
-        f"the mechanism was audited at noise multiplier {_MOST_NOISE:g}, the recipe's is {sigma:.4g}: under so much "
-        "noise faults would not be seen"
+        f"the mechanism was audited at noise multiplier {_MOST_NOISE:g}, the recipe's is "
+        f"{settings.noise_multiplier:.4g}: under so much noise faults would not be seen"
     )
-    return settings_of(trainer), [note]
+    return settings, [note]
 
 
 def _carrier(trainer: Trainer) -> tuple[nn.Module, list[str]]:
@@ -176,21 +187,56 @@ def _carrier(trainer: Trainer) -> tuple[nn.Module, list[str]]:
     return small_model(), [f"the model has {size:,} parameters: its mechanism was audited on a small network instead"]
 
 
+def _gradient_canaries(
+    trainer: PrivateTrainer, settings: Settings, quick: bool, confidence: float, seed: int, tell: Tell
+) -> tuple[list[OneRun], list[str]]:
+    """Train once as the recipe does, with its own noise, and canaries whose gradients the attacker chose."""
+    task, (inputs, labels), notes = trainer.task, trainer.train.tensors, []
+    recipe, steps, places = task.recipe, trainer.steps, room(trainer.module)
+    if not places:
+        return [], ["the model has no linear layer that is trained: gradient canaries have no place in it"]
+    if quick and (steps > _QUICK_STEPS or len(inputs) > _QUICK_RECORDS):
+        steps, inputs, labels = min(steps, _QUICK_STEPS), inputs[:_QUICK_RECORDS], labels[:_QUICK_RECORDS]
+        notes.append(
+            f"quick: the training with gradient canaries took {steps} of {trainer.steps} steps, among {len(inputs)} "
+            f"of {len(trainer.train)} records; its claim is that of those steps"
+        )
+    canaries = GradientCanaries(
+        settings,
+        trainer.module,
+        inputs,
+        labels,
+        canaries=min(_MOST_CANARIES, places, max(50, round(_CANARY_DELTA / recipe.delta))),
+        sample_rate=task.sample_rate,
+        steps=steps,
+        optimizer=task.optimizer,
+        physical_batch=recipe.physical_batch,
+        report=lambda done: tell("Training with gradient canaries", done, steps),
+    )
+    found = audit_one_run(
+        canaries, name="one training, gradient canaries", delta=recipe.delta, confidence=confidence, seed=seed
+    )
+    return [found], notes
+
+
 def _whole(task: Task, confidence: float, seed: int, tell: Tell) -> tuple[OneRun, Roc]:
     """Train once with input canaries, and several times for shadow models."""
     recipe, images, labels, classes = task.recipe, task.images, task.train.tensors[1], task.classes
     model = build(recipe.model, tuple(images.shape[1:]), classes, seed=recipe.seed or 0).to(task.device)
     fixed = recipe.with_(dataset_size=len(images) if recipe.dataset_size == "public" else recipe.dataset_size)
-    canaries = min(1000, max(20, len(images) // 10))
-    tell("Training with canaries", 0, 1)
+    canaries = min(_MOST_CANARIES, max(20, len(images) // 10))
+    train = MethodTraining(fixed, model, classes, lambda done, of: tell("Training with input canaries", done, of))
     one_run = audit_one_run(
-        InputCanaries(MethodTraining(fixed, model, classes), images, labels, canaries, classes, seed),
+        InputCanaries(train, images, labels, canaries, classes, seed),
         name="one training, input canaries", delta=recipe.delta, confidence=confidence, seed=seed,
     )  # fmt: skip
-    half = len(images) // 2
+    half, trained = len(images) // 2, [0]
     shadows = fixed.with_(dataset_size=half, lot=min(recipe.lot, half))
+    train = MethodTraining(
+        shadows, model, classes,
+        lambda done, of: tell("Training shadow models", trained[0] * of + done, _SHADOWS * of),
+    )  # fmt: skip
     attack = lira(
-        MethodTraining(shadows, model, classes), images, labels, shadows=_SHADOWS, seed=seed,
-        report=lambda done: tell("Shadow models", done, _SHADOWS),
+        train, images, labels, shadows=_SHADOWS, seed=seed, report=lambda done: trained.__setitem__(0, done)
     )  # fmt: skip
     return one_run, attack

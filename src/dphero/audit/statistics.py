@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import ndtr, ndtri
 
-__all__ = ["Separation", "guessing_bound", "guessing_p_value", "lower_rate", "separate", "upper_rate"]
+__all__ = [
+    "Errors",
+    "Evidence",
+    "Separation",
+    "guessing_bound",
+    "guessing_p_value",
+    "lower_rate",
+    "separate",
+    "upper_rate",
+]
 
 Array = NDArray[np.float64]
 
@@ -65,19 +74,60 @@ class Separation:
         """The smallest μ ≥ 0 that μ-Gaussian privacy allows: Φ⁻¹(true rate) − Φ⁻¹(false rate)."""
         return max(float(ndtri(self.true_rate) - ndtri(self.false_rate)), 0.0)
 
+    def breaks(self, epsilons: Array, deltas: Array) -> bool:
+        """Return whether (ε_j, δ_j)-privacy does not allow this, for any j."""
+        with np.errstate(over="ignore"):
+            growth = np.exp(epsilons)
+        forward = self.true_rate > (growth * self.false_rate + deltas).min()
+        backward = 1 - self.false_rate > (growth * (1 - self.true_rate) + deltas).min()
+        return bool(forward or backward)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How often a threshold errs in all: one number instead of two rates, and known better than either.
+
+    Attributes:
+        threshold: t.
+        total: An upper bound on P(observation ≤ t | canary in) + P(observation > t | canary out); 1 is guessing.
+    """
+
+    threshold: float
+    total: float
+
+    def epsilon(self, delta: float) -> float:
+        """Return the smallest ε ≥ 0 that (ε, δ)-privacy allows: errors add up to 2 (1 − δ) / (1 + e^ε) at least."""
+        return max(_log_ratio(2 * (1 - delta) - self.total, self.total), 0.0)
+
+    @property
+    def mu(self) -> float:
+        """The smallest μ ≥ 0 that μ-Gaussian privacy allows: errors add up to 2 Φ(−μ/2) at least."""
+        return max(-2 * float(ndtri(min(self.total / 2, 1.0))), 0.0)
+
+    def breaks(self, epsilons: Array, deltas: Array) -> bool:
+        """Return whether (ε_j, δ_j)-privacy does not allow this, for any j."""
+        with np.errstate(over="ignore"):
+            fewest = 2 * (1 - deltas) / (1 + np.exp(epsilons))
+        return bool(self.total < fewest.max())
+
+
+Evidence = Separation | Errors
+
 
 def _log_ratio(upper: float, lower: float) -> float:
     return math.log(upper / lower) if upper > 0 and lower > 0 else (-math.inf if upper <= 0 else math.inf)
 
 
-def separate(inside: Array, outside: Array, *, delta: float, confidence: float) -> tuple[Separation, ...]:
-    """Return thresholds that separate two samples, with rates that hold *all together* at the confidence.
+def separate(inside: Array, outside: Array, *, delta: float, confidence: float) -> tuple[Evidence, ...]:
+    """Return what tells two samples apart, with rates that hold *all together* at the confidence.
 
     A part of each sample, the pilot, chooses two thresholds. One lies halfway between the centres of the two samples:
-    there Gaussian releases are told apart best, and it hardly depends on chance. (The threshold that looks best in the
-    pilot does, and at few releases that costs a quarter of ε.) The other promises most against (ε, δ), whatever the
-    mechanism. The rest of the samples, which had no say in that, gives the rates: Clopper–Pearson, at error
-    (1 − confidence) / 4 for each of the four.
+    there Gaussian releases are told apart best, and it hardly depends on chance (the threshold that looks best in the
+    pilot does, and at few releases that costs a quarter of ε). The other promises most against (ε, δ), whatever the
+    mechanism.
+
+    The rest of the samples, which had no say in that, is counted: at both thresholds each rate, and at the middle one
+    the sum of both errors. Each of these three has a third of the error probability.
 
     Args:
         inside: Independent observations of releases with the canary; larger should mean "in".
@@ -96,21 +146,36 @@ def separate(inside: Array, outside: Array, *, delta: float, confidence: float) 
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence:g}")
     cut_in, cut_out = math.ceil(_PILOT * len(inside)), math.ceil(_PILOT * len(outside))
-    error = (1 - confidence) / 4
-    pilots = inside[:cut_in], outside[:cut_out]
-    thresholds = (
-        (_centre(pilots[0]) + _centre(pilots[1])) / 2,
-        _promising(*pilots, len(inside), len(outside), error, delta),
-    )
+    pilots, error = (inside[:cut_in], outside[:cut_out]), (1 - confidence) / 3
+    middle = (_centre(pilots[0]) + _centre(pilots[1])) / 2
+    promising = _promising(*pilots, len(inside), len(outside), error / 2, delta)
     inside, outside = inside[cut_in:], outside[cut_out:]
-    return tuple(
-        Separation(
-            threshold=threshold,
-            true_rate=lower_rate(int((inside > threshold).sum()), len(inside), error),
-            false_rate=upper_rate(int((outside > threshold).sum()), len(outside), error),
-        )
-        for threshold in dict.fromkeys(thresholds)
+    return (
+        _errors(inside, outside, middle, error),
+        *(_rates(inside, outside, threshold, error) for threshold in (middle, promising)),
     )
+
+
+def _rates(inside: Array, outside: Array, threshold: float, error: float) -> Separation:
+    """Bound both rates at a threshold, each with half the error probability."""
+    return Separation(
+        threshold=threshold,
+        true_rate=lower_rate(int((inside > threshold).sum()), len(inside), error / 2),
+        false_rate=upper_rate(int((outside > threshold).sum()), len(outside), error / 2),
+    )
+
+
+def _errors(inside: Array, outside: Array, threshold: float, error: float) -> Errors:
+    """Bound the sum of both error rates at a threshold.
+
+    Misses and false alarms among n observations of each kind are a sum of 2n independent trials of two different rates.
+    Far below its mean it is no more probable than a binomial of 2n trials at the mean of the rates (Hoeffding 1956,
+    theorem 4), so the bound of Clopper and Pearson holds for that mean: exactly, where it says less than 1/2 and the
+    error probability is at most 1/4, and nothing is said otherwise.
+    """
+    size = min(len(inside), len(outside))
+    wrong = int((inside[:size] <= threshold).sum() + (outside[:size] > threshold).sum())
+    return Errors(threshold, min(2 * upper_rate(wrong, 2 * size, min(error, 0.25)), 1.0))
 
 
 def _centre(sample: Array) -> float:
@@ -135,7 +200,8 @@ def _promising(inside: Array, outside: Array, size_in: int, size_out: int, error
 def _smooth_rate(sample: Array, cuts: Array) -> Array:
     """Guess P(x > cut): half what was counted (and half a hit), half a normal distribution, against overfitting."""
     counted = (len(sample) - np.searchsorted(np.sort(sample), cuts, side="right") + 0.5) / (len(sample) + 1)
-    spread = sample.std()
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite scores: counting is left
+        spread = sample.std()
     return (counted + ndtr((sample.mean() - cuts) / spread)) / 2 if 0 < spread < math.inf else counted
 
 

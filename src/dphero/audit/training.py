@@ -27,10 +27,16 @@ class Trained:
     Attributes:
         model: The model, in evaluation mode; it takes images.
         claim: Returns what was promised, given δ.
+        price: Returns the ε that is printed, given δ, where that is finer than the claim's own.
     """
 
     model: nn.Module
     claim: Callable[[float], Claim]
+    price: Callable[[float], float] | None = None
+
+    def epsilon(self, delta: float) -> float:
+        """Return ε as it is printed."""
+        return self.claim(delta).epsilon if self.price is None else self.price(delta)
 
 
 class Train(Protocol):
@@ -49,11 +55,13 @@ class MethodTraining:
             and with it the sample rate, would tell whether the canary is there.
         model: The network with its initial weights.
         classes: Number of classes.
+        report: Called after every step, with the number of steps taken and that of all steps.
     """
 
     recipe: Recipe
     model: nn.Module
     classes: int
+    report: Callable[[int, int], None] = lambda done, total: None
 
     def __call__(self, images: Tensor, labels: Tensor, seed: int, /) -> Trained:
         """Train once."""
@@ -78,6 +86,7 @@ class MethodTraining:
         try:
             while not trainer.finished:
                 trainer.advance()
+                self.report(trainer.step, trainer.steps)
         except BudgetExhausted:
             pass
         ledger, price = trainer.ledger.copy(), trainer.price
@@ -89,7 +98,7 @@ class MethodTraining:
                 return claim_of_ledger(ledger, delta)
             return claim_of_prices(lambda each: price(each, coarse=True).epsilon, delta)
 
-        return Trained(released, claim)
+        return Trained(released, claim, lambda delta: price(delta).epsilon)
 
 
 def _is_gaussian(ledger: Ledger) -> bool:

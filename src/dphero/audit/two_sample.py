@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dphero.audit.claims import Claim
-from dphero.audit.statistics import Separation, separate
+from dphero.audit.statistics import Evidence, separate
 
 __all__ = ["Audit", "Release", "audit"]
 
@@ -46,7 +46,7 @@ class Audit:
     name: str
     claim: Claim
     confidence: float
-    evidence: tuple[Separation, ...]
+    evidence: tuple[Evidence, ...]
     epsilon_any: float
     refuted: bool
     true_epsilon: float | None = None

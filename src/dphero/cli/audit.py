@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,7 +42,7 @@ def audit(
         float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed, for --method.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what trains whole models anew.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out whole trainings: about a minute.")] = False,
     releases: Annotated[
         int, typer.Option(min=40, help="Releases with the canary, and as many without; more give tighter bounds.")
     ] = 1000,
@@ -75,6 +76,10 @@ def audit(
             report = _report(
                 target, method, data, noise_multiplier, epsilon, quick, releases, delta, confidence, seed, tell
             )  # fmt: skip
+        except KeyboardInterrupt as error:
+            bar.stop()
+            typer.echo("dphero: interrupted; the audit is not finished, and nothing was written", err=True)
+            raise click.exceptions.Exit(130) from error
         except ImportError as error:
             raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
     folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
@@ -165,7 +170,7 @@ def _show(report: Report) -> None:
         "ε ≥, Gaussian",
         "verdict",
     ):
-        table.add_column(name, justify="left" if name in ("audited", "verdict") else "right")
+        table.add_column(name, justify="left" if name in ("audited", "verdict") else "right", no_wrap=name == "audited")
     for each in report.audits:
         true = each.claim.epsilon if each.true_epsilon is None else each.true_epsilon
         fitted = "–" if each.epsilon_fitted is None else f"{each.epsilon_fitted:.2f}"
@@ -173,8 +178,11 @@ def _show(report: Report) -> None:
         table.add_row(each.name, *cells, _verdict(each.refuted))
     for run in report.one_runs:
         cells = [_up(run.claimed_epsilon), *([""] if known else []), f"{run.audited_epsilon:.2f}", "–"]
-        table.add_row(f"{run.name} ({run.correct} of {run.guesses} guessed)", *cells, _verdict(run.refuted))
+        table.add_row(run.name.removeprefix("one training, "), *cells, _verdict(run.refuted))
     console.print(table)
+    for run in report.one_runs:
+        guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
+        console.print(f"{run.name[0].upper()}{run.name[1:]}: {guessed}", markup=False)
     for attack in report.attacks:
         console.print(
             f"Membership inference, {attack.name}: AUC {attack.area:.3f} (0.5 is chance), true positive rate "

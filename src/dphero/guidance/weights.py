@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -89,7 +90,7 @@ class PCA:
             # One axis of a weight of one row or column is a number: alone, it normalises to 1.
             axes = [(b, _axis(b, side)) for b in released.blocks if b.has_matrix]
             axes = [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
-            spectrums = [self._spectrum(block, axis) for block, axis in axes]
+            spectrums = self._spectra(axes)
             groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
             made = [each for group in groups for each in spectra.factors(group, self.exponent, self.floor, self.bare)]
             for (block, axis), factor in zip(axes, made, strict=True):
@@ -109,16 +110,23 @@ class PCA:
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _spectrum(self, block: Block, axis: Axis) -> spectra.Spectrum:
+    def _spectra(self, axes: Sequence[tuple[Block, Axis]]) -> list[spectra.Spectrum]:
+        found = []
+        for (block, axis), (spectrum, basis) in zip(
+            axes, spectra.find([self._wanted(*each) for each in axes]), strict=True
+        ):
+            if basis is not None:
+                self._bases[f"{block.name}:{axis}"] = basis
+            found.append(spectrum if self.rank is None else spectra.limited(spectrum, self.rank))
+        return found
+
+    def _wanted(self, block: Block, axis: Axis) -> spectra.Wanted:
         matrix = _centred(block.matrix(axis)) if self.centred else block.matrix(axis)
-        wanted = self.components if self.rank is None else self.rank
+        components = self.components if self.rank is None else self.rank
         small = len(matrix) <= self.exact_up_to or self.floor == 0.0
-        if self.solver == "eigh" or (self.solver == "auto" and small) or wanted >= len(matrix):
-            found = spectra.exact(matrix, block.name, wide=self.floor == 0.0)
-        else:
-            key = f"{block.name}:{axis}"
-            found, self._bases[key] = spectra.subspace(matrix, block.name, wanted, self._bases.get(key))
-        return found if self.rank is None else spectra.limited(found, self.rank)
+        if self.solver == "eigh" or (self.solver == "auto" and small) or components >= len(matrix):
+            return spectra.Wanted(matrix, block.name, wide=self.floor == 0.0)
+        return spectra.Wanted(matrix, block.name, components, self._bases.get(f"{block.name}:{axis}"))
 
 
 def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:

@@ -31,8 +31,9 @@ def leading_directions(gradients: Tensor, count: int) -> Tensor:
         count: How many.
     """
     small = gradients.double() @ gradients.double().mT
-    values, vectors = torch.linalg.eigh(small)  # m×m, since m is far smaller than d
-    values, vectors = values.flip(0)[:count], vectors.flip(1)[:, :count]
+    # m×m, since m is far smaller than d; on the CPU, whose solver does not fail where m exceeds the rank
+    values, vectors = torch.linalg.eigh(small.cpu())
+    values, vectors = values.flip(0)[:count].to(small.device), vectors.flip(1)[:, :count].to(small.device)
     solid = values > values[0].clamp(min=1e-30) * 1e-10
     rows = (vectors[:, solid] / values[solid].sqrt()).to(gradients.dtype).mT @ gradients
     return torch.linalg.qr(rows.mT).Q.mT  # rounding apart, they are orthonormal already

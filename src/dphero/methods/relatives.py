@@ -125,8 +125,8 @@ class QuantileClip(Method):
         priced="PLD of the Poisson-sampled Gaussian; the count is paid for by more noise on the gradient",
         flaws=(
             "the rate, the quantile and the noise of the count are the published ones and fixed",
-            "once most examples are learned their norms fall towards 0, the median and the bound with them, and learning "
-            "stops, at any learning rate: on MNIST it ends below a clip norm that was tuned and is kept",
+            "once most examples are learned their norms fall towards 0, the median and the bound with them, and "
+            "learning stops, at any learning rate: on MNIST it ends below a clip norm that was tuned and is kept",
         ),
     )
 
