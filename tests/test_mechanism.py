@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -258,6 +259,35 @@ def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
             expected[name] += p.grad * min(1.0, 1.0 / size)
     for name in expected:
         torch.testing.assert_close((found[name] - zero[name]) * LOT, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_sums_become_gradients_only_where_they_own_their_memory() -> None:
+    run = training(wide(), guidance="isotropic", noise_multiplier=SIGMA, max_grad_norm=CLIP)
+    it = mechanism(run)
+    shapes = {name: parameter.shape for name, parameter in it._parameters.items()}
+    own = {name: torch.ones(shape) for name, shape in shapes.items()}
+    assert it._becoming_gradients(own).keys() == own.keys()
+    longer = {name: torch.ones(2 * shape.numel())[: shape.numel()].view(shape) for name, shape in shapes.items()}
+    same = dict.fromkeys(["0.weight"], own["0.weight"]) | {"again": own["0.weight"]}
+    strided = {"0.weight": torch.ones(shapes["0.weight"][::-1]).T}
+    wider = {"0.weight": own["0.weight"].double()}
+    for others in (longer, same, strided, wider):
+        assert not it._becoming_gradients(others)
+    shaped = mechanism(training(wide(), guidance=PCA(), noise_multiplier=SIGMA, max_grad_norm=CLIP))
+    assert not shaped._becoming_gradients(own)
+
+
+def test_it_makes_no_difference_whether_a_sum_becomes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = wide()
+
+    def gradients() -> list[Any]:
+        run = training(copy.deepcopy(module), guidance="isotropic", noise_multiplier=SIGMA, max_grad_norm=CLIP, seed=3)
+        return run.steps(3)
+
+    in_place = gradients()
+    monkeypatch.setattr(Mechanism, "_becoming_gradients", lambda self, sums: {})
+    for one, other in zip(in_place, gradients(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_noise_never_repeats() -> None:

@@ -46,6 +46,41 @@ def pvalue(sample: torch.Tensor, std: float) -> float:
     return stats.kstest(sample.double().flatten().numpy() / std, "norm").pvalue
 
 
+# ---- adding in place ---------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_what_is_kept_gets_the_noise_that_would_have_been_written(make, dtype):
+    shapes = [(300, 1000), (7,), (50, 3)]  # one spans several chunks
+    fresh = draw(make(), *shapes, release=4, dtype=dtype)
+    before = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    tensors = [tensor.clone() for tensor in before]
+    make().fill(tensors, STD, 4, keep=[0.25, 0.0, 2.0])
+    eps = torch.finfo(dtype).eps
+    for tensor, held, noise_, keep in zip(tensors, before, fresh, [0.25, 0.0, 2.0], strict=True):
+        # SecureNoise adds in float64 and rounds once
+        torch.testing.assert_close(tensor, noise_ + keep * held, rtol=4 * eps, atol=4 * eps)
+
+
+@both
+def test_without_noise_what_is_kept_is_only_scaled(make):
+    tensors = [torch.ones(3), torch.ones(3)]
+    make().fill(tensors, 0.0, 0, keep=[0.5])
+    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [0.0] * 3
+
+
+@both
+@pytest.mark.parametrize(
+    "bad", [torch.ones(4, 4).T[:, :2], torch.ones(3, dtype=torch.bfloat16)], ids=["strided", "narrow"]
+)
+def test_a_tensor_that_cannot_be_added_to_in_place_is_refused(make, bad):
+    source, before = make(), bad.clone()
+    with pytest.raises(ValueError, match="in place"):
+        source.fill([bad], STD, 0, keep=[1.0])
+    assert torch.equal(bad, before) and source.last_release == -1
+
+
 # ---- the law -----------------------------------------------------------------------------------------------
 
 

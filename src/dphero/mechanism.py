@@ -16,7 +16,8 @@ mode           norms            noise           charged
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from dphero.accounting import Budget, Event, Ledger, NoNoise
 from dphero.clipping import Clipping
 from dphero.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Released
-from dphero.noise import NoiseSource
+from dphero.noise import NoiseSource, can_keep
 
 __all__ = ["Mechanism", "Mode"]
 
@@ -161,7 +162,8 @@ class Mechanism:
         """Release one lot: charge the ledger, add noise, divide by B.
 
         Args:
-            sums: Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise.
+            sums: Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise. They are
+                used up: some become gradients themselves.
             count: The count that an adaptive clip rule releases along, else ``None``.
 
         Returns:
@@ -169,11 +171,13 @@ class Mechanism:
         """
         self.check_budget()
         self.ledger.record(self.next_event())
-        flat, gradients = self._room()
-        query = [] if count is None else [torch.empty((), dtype=torch.float64)]
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
+        onto = self._becoming_gradients(sums)
+        flat, gradients = self._room(without=onto)
+        query = [] if count is None else [torch.empty((), dtype=torch.float64)]
         further = self._further(gradients)
-        self.noise.fill([*flat, *further.values(), *query], scale, self.releases)
+        keep = [1 / self.expected_lot] * len(onto)
+        self.noise.fill([*onto.values(), *flat, *further.values(), *query], scale, self.releases, keep)
         for name, noise in gradients.items():
             if name in further:
                 self.noise_geometry[name].disperse_(noise, further[name])
@@ -184,6 +188,7 @@ class Mechanism:
             torch._foreach_add_(
                 [gradients[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
             )
+        gradients = {name: onto[name] if name in onto else gradients[name] for name in self._parameters}
         self.releases += 1
         if self.guidance.needs_gradients:
             self._last = gradients
@@ -199,11 +204,26 @@ class Mechanism:
         shapes = {name: self.noise_geometry[name].further(gradient.dtype) for name, gradient in gradients.items()}
         return {name: gradients[name].new_empty(shape) for name, shape in shapes.items() if shape is not None}
 
-    def _room(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return room for every gradient, and the long pieces of memory (one a device and type) it is cut from."""
+    def _becoming_gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums that noise can be added to in place: it has no shape there, and they own their memory."""
+        memory = Counter(total.untyped_storage().data_ptr() for total in sums.values())
+        found = {}
+        for name, parameter in self._parameters.items():
+            total = sums.get(name)
+            if total is None or not self.noise_geometry[name].is_identity or not can_keep(total):
+                continue
+            storage = total.untyped_storage()
+            alone = storage.nbytes() == total.nbytes and memory[storage.data_ptr()] == 1
+            if alone and total.dtype == parameter.dtype and total.shape == parameter.shape:
+                found[name] = total
+        return found
+
+    def _room(self, without: Container[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return room for the other gradients, and the long pieces of memory (one a device and type) it is cut from."""
         kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name, parameter in self._parameters.items():
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
+            if name not in without:
+                kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
         long: list[Tensor] = []
         gradients: dict[str, Tensor] = {}
         for (device, dtype), names in kinds.items():
@@ -212,7 +232,7 @@ class Mechanism:
             long.append(flat)
             for name, part in zip(names, flat.split(sizes), strict=True):
                 gradients[name] = part.view(self._parameters[name].shape)
-        return long, {name: gradients[name] for name in self._parameters}
+        return long, {name: gradients[name] for name in self._parameters if name in gradients}
 
     # -- checkpoint -------------------------------------------------------------------------------------
 

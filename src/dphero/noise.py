@@ -9,6 +9,8 @@ Two sources share one interface, `NoiseSource`:
 Both refuse to serve one release twice: two sums under the same noise differ by exactly the people in them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import math
@@ -19,14 +21,15 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from itertools import chain, repeat
+from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["FastNoise", "NoiseSource", "SecureNoise"]
+__all__ = ["FastNoise", "NoiseSource", "SecureNoise", "can_keep"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,18 @@ _MANTISSA = (1 << 53) - 1
 _MERSENNE_WORDS = slice(3, 627)  # where `torch.Generator.get_state()` holds the generator's 624 words
 
 
+class _Target(NamedTuple):
+    """A tensor, or a flat part of one, that gets `keep` times itself plus noise."""
+
+    tensor: Tensor
+    keep: float
+
+
+def can_keep(tensor: Tensor) -> bool:
+    """Tell whether noise can be added to the tensor in place."""
+    return _is_flat(tensor) and tensor.dtype in (torch.float32, torch.float64)
+
+
 class NoiseSource(Protocol):
     """Gaussian noise on demand, each release once."""
 
@@ -48,13 +63,15 @@ class NoiseSource(Protocol):
     def seeded(self) -> bool:
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
 
-    def fill(self, tensors: Sequence[Tensor], std: float, release: int) -> None:
-        """Overwrite every tensor in place with independent N(0, std²).
+    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+        """Overwrite every tensor in place with independent N(0, std²), or add to a multiple of what it holds.
 
         Args:
             tensors: floating-point tensors of any shape, strides and device; empty ones are fine.
             std: standard deviation, σ·C. Zero gives zeros, and uses the release up all the same.
             release: index of this release, larger than every index served before.
+            keep: for each tensor, what its values are multiplied by before noise is added; 0, or left out, for
+                overwriting. Others than 0 need a contiguous tensor on the CPU, of 32 or 64 bits.
 
         Raises:
             RuntimeError: `release` is not larger than the last one served.
@@ -80,18 +97,21 @@ class _OneTimeSource(ABC):
         """Index of the last release served; -1 before the first."""
         return self._last_release
 
-    def fill(self, tensors: Sequence[Tensor], std: float, release: int) -> None:
-        """Overwrite every tensor in place with independent N(0, std²); see `NoiseSource.fill`."""
+    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+        """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
         release = operator.index(release)
+        targets = [_Target(tensor, kept) for tensor, kept in zip(tensors, chain(keep, repeat(0.0)), strict=False)]
         if not (math.isfinite(std) and std >= 0):
             raise ValueError(f"std must be finite and not negative, got {std!r}.")
         if not 0 <= release < 1 << 64:
             raise ValueError(f"release must be an index from 0, got {release}.")
-        for tensor in tensors:
+        for tensor, kept in targets:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 raise ValueError(
                     f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
                 )
+            if kept and not can_keep(tensor):
+                raise ValueError("Noise is added in place on the CPU only, to contiguous tensors of 32 or 64 bits.")
         if release <= self._last_release:
             raise RuntimeError(
                 f"Release {release} asked for, but release {self._last_release} was already served: a noise "
@@ -103,13 +123,13 @@ class _OneTimeSource(ABC):
         self._last_release = release
         with torch.no_grad():
             if std == 0:
-                for tensor in tensors:
-                    tensor.zero_()
-            elif filled := [tensor for tensor in tensors if tensor.numel()]:
+                for tensor, kept in targets:
+                    tensor.mul_(kept) if kept else tensor.zero_()
+            elif filled := [target for target in targets if target.tensor.numel()]:
                 self._draw(filled, float(std), release)
 
     @abstractmethod
-    def _draw(self, tensors: list[Tensor], std: float, release: int) -> None:
+    def _draw(self, targets: list[_Target], std: float, release: int) -> None:
         """Fill non-empty tensors; all arguments are checked."""
 
     def _notice_fork(self) -> None:
@@ -204,22 +224,22 @@ class FastNoise(_OneTimeSource):
         if not self._seeded:
             self._key = secrets.token_bytes(16)
 
-    def _draw(self, tensors: list[Tensor], std: float, release: int) -> None:
-        streams: dict[torch.device | torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.is_cuda:
-                streams.setdefault(tensor.device, []).append(tensor)
+    def _draw(self, targets: list[_Target], std: float, release: int) -> None:
+        streams: dict[torch.device | torch.dtype, list[_Target]] = {}
+        for target in targets:
+            if target.tensor.is_cuda:
+                streams.setdefault(target.tensor.device, []).append(target)
             else:  # float64 gets float64 noise; narrower types are rounded from float32
-                dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-                streams.setdefault(dtype, []).append(tensor)
+                dtype = torch.float64 if target.tensor.dtype == torch.float64 else torch.float32
+                streams.setdefault(dtype, []).append(target)
         for stream, members in streams.items():
             if isinstance(stream, torch.dtype):
                 self._draw_on_cpu(members, stream, std, release)
             else:
                 self._draw_on_cuda(members, stream, std, release)
 
-    def _draw_on_cpu(self, tensors: list[Tensor], dtype: torch.dtype, std: float, release: int) -> None:
-        chunks, detours = _cut(tensors, _FAST_CHUNK, dtype)
+    def _draw_on_cpu(self, targets: list[_Target], dtype: torch.dtype, std: float, release: int) -> None:
+        chunks, detours = _cut(targets, _FAST_CHUNK, dtype)
         threads = min(torch.get_num_threads(), len(chunks))
         if threads > len(self._lanes):
             self._lanes += [_Lane() for _ in range(threads - len(self._lanes))]
@@ -239,14 +259,14 @@ class FastNoise(_OneTimeSource):
             helper.result()
         _close(detours)
 
-    def _draw_on_cuda(self, tensors: list[Tensor], device: torch.device, std: float, release: int) -> None:
+    def _draw_on_cuda(self, targets: list[_Target], device: torch.device, std: float, release: int) -> None:
         if device not in self._cuda:
             self._cuda[device] = torch.Generator(device)
         name = struct.pack("<Q", release) + str(device).encode()
         seed = hashlib.blake2b(name, key=self._key, digest_size=8).digest()
         generator = self._cuda[device].manual_seed(int.from_bytes(seed, "little"))
-        for tensor in tensors:
-            tensor.normal_(0.0, std, generator=generator)
+        for target in targets:
+            target.tensor.normal_(0.0, std, generator=generator)
 
 
 class _Lane:
@@ -258,13 +278,13 @@ class _Lane:
         self._words = self._state.numpy().view(np.int64)[_MERSENNE_WORDS]
         self._buffers: dict[torch.dtype, Tensor] = {}
 
-    def draw(self, pieces: list[Tensor], dtype: torch.dtype, std: float, name: bytes) -> None:
+    def draw(self, pieces: list[_Target], dtype: torch.dtype, std: float, name: bytes) -> None:
         """Fill the pieces of one chunk, in order, with the noise that belongs to `name`, drawn as `dtype`."""
         self._words[:] = np.frombuffer(hashlib.shake_128(name).digest(624 * 4), dtype="<u4")
         self._generator.set_state(self._state)
-        total = sum(map(torch.numel, pieces))
-        piece = pieces[0]
-        if total % _BLOCK == 0 and len(pieces) == 1 and piece.dtype == dtype and _is_flat(piece):
+        total = _size(pieces)
+        piece, kept = pieces[0]
+        if total % _BLOCK == 0 and len(pieces) == 1 and not kept and piece.dtype == dtype and _is_flat(piece):
             piece.normal_(0.0, std, generator=self._generator)  # the values that the buffer would hold
             return
         if dtype not in self._buffers:
@@ -326,11 +346,11 @@ class SecureNoise(_OneTimeSource):
     def _enter_new_process(self) -> None:
         self._start()
 
-    def _draw(self, tensors: list[Tensor], std: float, release: int) -> None:
-        large = sum(map(torch.numel, tensors)) > 2 * _SECURE_CHUNK
-        chunks, detours = _cut(tensors, _SECURE_CHUNK if large else _SERIAL, torch.float64)
+    def _draw(self, targets: list[_Target], std: float, release: int) -> None:
+        large = _size(targets) > 2 * _SECURE_CHUNK
+        chunks, detours = _cut(targets, _SECURE_CHUNK if large else _SERIAL, torch.float64)
         for pieces in chunks:
-            total = sum(map(torch.numel, pieces))
+            total = _size(pieces)
             even = total + total % 2
             self._stream.update_into(self._zeros[: 8 * even], self._bits.data.cast("B"))
             bits = torch.from_numpy(self._bits[:even])
@@ -342,9 +362,13 @@ def _is_flat(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
+def _size(targets: Sequence[_Target]) -> int:
+    return sum(target.tensor.numel() for target in targets)
+
+
 def _cut(
-    tensors: Sequence[Tensor], size: int, dtype: torch.dtype
-) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
+    targets: Sequence[_Target], size: int, dtype: torch.dtype
+) -> tuple[list[list[_Target]], list[tuple[Tensor, Tensor]]]:
     """Cut the concatenation of tensors in chunks of `size` elements.
 
     Returns:
@@ -352,10 +376,10 @@ def _cut(
         the detours: (tensor, scratch) where the pieces lie in a scratch of type `dtype`, to be copied over at
         the end.
     """
-    chunks: list[list[Tensor]] = []
+    chunks: list[list[_Target]] = []
     detours: list[tuple[Tensor, Tensor]] = []
     room = 0
-    for tensor in tensors:
+    for tensor, keep in targets:
         pieces: Sequence[Tensor] = (tensor,)
         if tensor.numel() > (room or size):
             if _is_flat(tensor):
@@ -368,7 +392,7 @@ def _cut(
             if room == 0:
                 chunks.append([])
                 room = size
-            chunks[-1].append(piece)
+            chunks[-1].append(_Target(piece, keep))
             room -= piece.numel()
     return chunks, detours
 
@@ -378,10 +402,15 @@ def _close(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
         tensor.copy_(scratch.view(tensor.shape))
 
 
-def _deal(noise: Tensor, pieces: list[Tensor]) -> None:
+def _deal(noise: Tensor, pieces: list[_Target]) -> None:
     """Hand the flat noise out to the pieces in order, rounding to each one's type."""
-    # One call for all pieces: for many small tensors a third of the cost of a loop over views and copies.
-    torch._foreach_copy_(pieces, _unflatten_dense_tensors(noise, pieces))
+    parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
+    fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
+    if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
+        torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
+    for (tensor, keep), part in zip(pieces, parts, strict=True):
+        if keep:
+            torch.add(part, tensor, alpha=keep, out=tensor)
 
 
 def _box_muller(bits: Tensor, std: float, out: Tensor) -> Tensor:

@@ -100,9 +100,9 @@ class Run:
                 "this backward pass belongs to an earlier batch; call backward() before the next batch is drawn"
             )
         batch = self.lots.capture()
+        self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
         self.lot_sum.add(gradients, batch.real, batch.rows if self._loss_reduction == "mean" else 1)
         if batch.last:
-            self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
             released = self.mechanism.release(self.lot_sum.sums, self.lot_sum.count)
             self.lots.release()
             self.lot_sum.clear()

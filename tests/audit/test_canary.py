@@ -31,7 +31,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("geometry", SHAPES, ids=lambda shape: str(shape)[:70])
+@pytest.mark.parametrize("geometry", SHAPES)
 def test_the_weakest_direction_is_the_weakest(geometry: Geometry) -> None:
     u, v, scale = weakest(geometry)
     assert float(u.norm()) == pytest.approx(1, abs=1e-5) and float(v.norm()) == pytest.approx(1, abs=1e-5)

@@ -128,9 +128,13 @@ def test_an_audit_is_repeatable_and_seeds_differ() -> None:
 
 def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+    try:
+        torch.set_num_threads(3)
+        with one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nothing_is_claimed_before_something_is_released() -> None:

@@ -166,8 +166,13 @@ def audit_recipe(
 def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:
     """Return the settings of the trainer's engine, if it has one, and remarks on how they are audited."""
     if not isinstance(trainer, PrivateTrainer):
-        note = f"method {trainer.card.name!r} takes steps of its own, outside the engine: they are audited by small "
-        return None, [note + "trainings, not by single releases, and gradient canaries have no place in them"]
+        note = f"method {trainer.card.name!r} has a trainer of its own: it is audited by small trainings, and neither "
+        return None, [note + "by single releases nor by gradient canaries"]
+    if min(shape.smallest for shape in trainer.engine._attached.mechanism.noise_geometry.values()) == 0:
+        note = (
+            f"method {trainer.card.name!r} adds no noise at all in some directions of this model: whoever looks there "
+        )
+        return None, [note + "sees everything, its true ε is infinite, and nothing is left to measure"]
     settings = settings_of(trainer)
     if settings.noise_multiplier <= _MOST_NOISE:
         return settings, []

@@ -170,7 +170,8 @@ def _show(report: Report) -> None:
         "ε ≥, Gaussian",
         "verdict",
     ):
-        table.add_column(name, justify="left" if name in ("audited", "verdict") else "right", no_wrap=name == "audited")
+        words = name in ("audited", "verdict")
+        table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for each in report.audits:
         true = each.claim.epsilon if each.true_epsilon is None else each.true_epsilon
         fitted = "–" if each.epsilon_fitted is None else f"{each.epsilon_fitted:.2f}"

@@ -193,11 +193,11 @@ class DPRandP(Method):
         "cifar10": {
             "model": "wrn-16-4",
             "lot": 4096,
-            "epochs": 30,
-            "lr": 2.0,
+            "epochs": 20,
+            "lr": 1.0,
             "clip": 1.0,
             "momentum": 0.0,
-            "options": {"pretrain_steps": 1500, "pretrain_batch": 512, "probe_lr": 15.0},
+            "options": {"pretrain_steps": 1500, "pretrain_batch": 512, "probe": 0.25, "probe_lr": 1.0},
         },
     }
 
