@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2  # processes that share the tests
+# processes that share the fast tests
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow bench lint format clean

@@ -2,14 +2,11 @@
 
 import os
 
-# Small matrices gain nothing from threads, and `make test` has a process for each core. The variable is read when numpy
-# and torch are imported, and inherited by the processes that tests start: their sums have the same last digits.
-os.environ["OMP_NUM_THREADS"] = "1"
-
 import hypothesis
-import torch
 
-torch.set_num_threads(1)
+# Small matrices lose more by threads that wait for each other than they gain, and `make test` has a process per core.
+# Torch and numpy read this when imported, and processes that tests start inherit it: sums have the same last digits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")

@@ -49,6 +49,19 @@ def steps_on_record(run):
     return Ledger.from_json((run / "ledger.json").read_text()).steps
 
 
+class Here:
+    """A pool without processes."""
+
+    def __init__(self, state, size):
+        self.state = state
+
+    def run(self, asked_to_stop):
+        while self.state.waiting:
+            planned = self.state.begin()
+            self.state.end(planned, train_run(str(self.state.path(planned)), planned.recipe.as_dict()))
+            self.state.report()
+
+
 @pytest.mark.timeout(300)
 def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, monkeypatch):
     out, epochs = tmp_path / "out", 40
@@ -86,7 +99,8 @@ def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, m
     wait_for(lambda: steps_on_record(long) > first)
     assert first + 3 < steps_on_record(long) < 3 * epochs
 
-    # To the end.
+    # To the end (in this process: another one would only cost seconds).
+    monkeypatch.setattr(sweep, "Pool", Here)
     result = run("--resume", out, "--json", "--workers", 1)
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
@@ -99,19 +113,6 @@ def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, m
     lines = evaluations(long / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(3, 3 * epochs + 1, 3))
     assert lines[: len(before)] == before
-
-
-class Here:
-    """A pool without processes."""
-
-    def __init__(self, state, size):
-        self.state = state
-
-    def run(self, asked_to_stop):
-        while self.state.waiting:
-            planned = self.state.begin()
-            self.state.end(planned, train_run(str(self.state.path(planned)), planned.recipe.as_dict()))
-            self.state.report()
 
 
 def test_the_table_for_people_and_its_files(tmp_path, monkeypatch):
