@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dphero import noise
-from dphero.noise import FastNoise, NoiseSource, SecureNoise
+from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, secure
 
 KEY = bytes(range(32))
 STD = 1.7
@@ -166,7 +165,7 @@ def words(*values: int) -> torch.Tensor:
 
 
 def transform(*values: int) -> torch.Tensor:
-    return noise._box_muller(words(*values), 1.0, out=torch.empty(len(values), dtype=torch.float64))
+    return secure._box_muller(words(*values), 1.0, out=torch.empty(len(values), dtype=torch.float64))
 
 
 def test_transform_reaches_far_tails_and_is_always_finite():
@@ -188,13 +187,13 @@ def test_transform_matches_the_formula():
     low = (bits & np.uint64((1 << 53) - 1)).astype(np.float64)
     u, v = (low[:1000] + 1) / 2**53, low[1000:] / 2**53
     expected = np.sqrt(-2 * np.log(u)) * np.stack([np.cos(2 * np.pi * v), np.sin(2 * np.pi * v)])
-    result = noise._box_muller(
+    result = secure._box_muller(
         torch.from_numpy(bits.view(np.int64).copy()), 1.0, torch.empty(2000, dtype=torch.float64)
     )
     np.testing.assert_allclose(result.numpy(), expected.ravel(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1000, 3 * noise._SERIAL + 6, 2 * noise._SECURE_CHUNK + 6])
+@pytest.mark.parametrize("size", [1000, 3 * secure._SERIAL + 6, 2 * secure._SECURE_CHUNK + 6])
 def test_secure_stream_is_the_published_cipher(size):
     """The key stream is AES-256-CTR from counter 0, word for word, in small and in large chunks."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -202,8 +201,8 @@ def test_secure_stream_is_the_published_cipher(size):
     (sample,) = draw(make_secure(), size, release=0, std=1.0, dtype=torch.float64)
     stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor().update(bytes(8 * size))
     bits = torch.from_numpy(np.frombuffer(stream, dtype=np.int64).copy())
-    chunk = noise._SECURE_CHUNK if size > 2 * noise._SECURE_CHUNK else noise._SERIAL
-    expected = [noise._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)]
+    chunk = secure._SECURE_CHUNK if size > 2 * secure._SECURE_CHUNK else secure._SERIAL
+    expected = [secure._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)]
     torch.testing.assert_close(torch.cat(expected), sample, rtol=1e-12, atol=1e-12)
 
 
@@ -311,8 +310,8 @@ def reference_chunk(source: FastNoise, release: int, chunk: int, count: int) -> 
 def test_fast_stream_is_the_documented_one(release):
     """All 19,937 bits of the generator come from the key: a seed of 32 or 64 bits would give other numbers."""
     source = FastNoise()
-    (sample,) = draw(source, 2 * noise._FAST_CHUNK, release=release, std=1.0)
-    expected = np.concatenate([reference_chunk(source, release, c, noise._FAST_CHUNK) for c in (0, 1)])
+    (sample,) = draw(source, 2 * fast._FAST_CHUNK, release=release, std=1.0)
+    expected = np.concatenate([reference_chunk(source, release, c, fast._FAST_CHUNK) for c in (0, 1)])
     np.testing.assert_allclose(sample.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 

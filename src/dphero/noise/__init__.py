@@ -1,0 +1,16 @@
+"""Where Gaussian noise comes from. Where it is added, and priced, is `dphero.mechanism`.
+
+Two sources share one interface, `NoiseSource`:
+
+* `FastNoise`: torch's generators under a secret 128-bit key. Noise is a function of (key, release, position),
+  so a resumed run continues exactly where the saved one stopped. Statistically sound, not cryptographic.
+* `SecureNoise`: an AES-256 key stream, turned into Gaussians in float64. The key is never saved.
+
+Both refuse to serve one release twice: two sums under the same noise differ by exactly the people in them.
+"""
+
+from dphero.noise.fast import FastNoise
+from dphero.noise.secure import SecureNoise
+from dphero.noise.source import NoiseSource, can_keep
+
+__all__ = ["FastNoise", "NoiseSource", "SecureNoise", "can_keep"]

@@ -1,0 +1,188 @@
+"""What noise sources share: arguments are checked, and each release is served once. And where noise is put."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
+from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+__all__ = ["NoiseSource", "OneTimeSource", "Target", "can_keep", "close", "cut", "deal", "is_flat", "size_of"]
+
+
+class Target(NamedTuple):
+    """A tensor, or a flat part of one, that gets `keep` times itself plus noise."""
+
+    tensor: Tensor
+    keep: float
+
+
+def can_keep(tensor: Tensor) -> bool:
+    """Tell whether noise can be added to the tensor in place."""
+    return is_flat(tensor) and tensor.dtype in (torch.float32, torch.float64)
+
+
+class NoiseSource(Protocol):
+    """Gaussian noise on demand, each release once."""
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
+
+    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+        """Overwrite every tensor in place with independent N(0, std²), or add to a multiple of what it holds.
+
+        Args:
+            tensors: floating-point tensors of any shape, strides and device; empty ones are fine.
+            std: standard deviation, σ·C. Zero gives zeros, and uses the release up all the same.
+            release: index of this release, larger than every index served before.
+            keep: for each tensor, what its values are multiplied by before noise is added; 0, or left out, for
+                overwriting. Others than 0 need a contiguous tensor on the CPU, of 32 or 64 bits.
+
+        Raises:
+            RuntimeError: `release` is not larger than the last one served.
+            ValueError: an argument no noise can be made for; nothing was written and nothing used up.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the run to go on; plain values only."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last release of the run that `state` was saved from."""
+
+
+class OneTimeSource(ABC):
+    """What both sources share: arguments are checked, a release is claimed before its noise exists."""
+
+    def __init__(self) -> None:
+        self._last_release = -1
+        self._process = os.getpid()
+
+    @property
+    def last_release(self) -> int:
+        """Index of the last release served; -1 before the first."""
+        return self._last_release
+
+    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+        """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
+        release = operator.index(release)
+        targets = [Target(tensor, kept) for tensor, kept in zip(tensors, chain(keep, repeat(0.0)), strict=False)]
+        if not (math.isfinite(std) and std >= 0):
+            raise ValueError(f"std must be finite and not negative, got {std!r}.")
+        if not 0 <= release < 1 << 64:
+            raise ValueError(f"release must be an index from 0, got {release}.")
+        for tensor, kept in targets:
+            if not tensor.is_floating_point() or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
+                )
+            if kept and not can_keep(tensor):
+                raise ValueError("Noise is added in place on the CPU only, to contiguous tensors of 32 or 64 bits.")
+        if release <= self._last_release:
+            raise RuntimeError(
+                f"Release {release} asked for, but release {self._last_release} was already served: a noise "
+                f"vector is never used twice. Ask for {self._last_release + 1} or later, or load the state "
+                f"of the run to be resumed."
+            )
+        self._notice_fork()
+        # Claimed first: noise that was written in part before an error is not handed out again either.
+        self._last_release = release
+        with torch.no_grad():
+            if std == 0:
+                for tensor, kept in targets:
+                    tensor.mul_(kept) if kept else tensor.zero_()
+            elif filled := [target for target in targets if target.tensor.numel()]:
+                self._draw(filled, float(std), release)
+
+    @abstractmethod
+    def _draw(self, targets: list[Target], std: float, release: int) -> None:
+        """Fill non-empty tensors; all arguments are checked."""
+
+    def _notice_fork(self) -> None:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._enter_new_process()
+
+    @abstractmethod
+    def _enter_new_process(self) -> None:
+        """Called once in a forked child, before it draws: it must not share its parent's stream."""
+
+    def _read_last_release(self, state: Mapping[str, Any]) -> int:
+        name = type(self).__name__
+        if state.get("source") != name:
+            raise ValueError(
+                f"This state was saved by {state.get('source')!r} and cannot be loaded into {name}: resume "
+                f"with the kind of noise source that the run was started with."
+            )
+        return int(state["last_release"])
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: two copies would add the same noise. "
+            f"Make a new source, or carry state_dict() over to one that replaces this."
+        )
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Tell whether the tensor is one stretch of the CPU's memory."""
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def size_of(targets: Sequence[Target]) -> int:
+    """Return how many numbers the targets hold in all."""
+    return sum(target.tensor.numel() for target in targets)
+
+
+def cut(
+    targets: Sequence[Target], size: int, dtype: torch.dtype
+) -> tuple[list[list[Target]], list[tuple[Tensor, Tensor]]]:
+    """Cut the concatenation of tensors in chunks of `size` elements.
+
+    Returns:
+        The chunks, each as the pieces it is made of (whole tensors where they fit, flat views otherwise), and
+        the detours: (tensor, scratch) where the pieces lie in a scratch of type `dtype`, to be copied over at
+        the end.
+    """
+    chunks: list[list[Target]] = []
+    detours: list[tuple[Tensor, Tensor]] = []
+    room = 0
+    for tensor, keep in targets:
+        pieces: Sequence[Tensor] = (tensor,)
+        if tensor.numel() > (room or size):
+            if is_flat(tensor):
+                flat = tensor.view(-1)
+            else:
+                flat = torch.empty(tensor.numel(), dtype=dtype)
+                detours.append((tensor, flat))
+            pieces = (flat[:room], *flat[room:].split(size)) if room else flat.split(size)
+        for piece in pieces:
+            if room == 0:
+                chunks.append([])
+                room = size
+            chunks[-1].append(Target(piece, keep))
+            room -= piece.numel()
+    return chunks, detours
+
+
+def close(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the scratches of :func:`cut` to their tensors."""
+    for tensor, scratch in detours:
+        tensor.copy_(scratch.view(tensor.shape))
+
+
+def deal(noise: Tensor, pieces: list[Target]) -> None:
+    """Hand the flat noise out to the pieces in order, rounding to each one's type."""
+    parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
+    fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
+    if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
+        torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
+    for (tensor, keep), part in zip(pieces, parts, strict=True):
+        if keep:
+            torch.add(part, tensor, alpha=keep, out=tensor)
