@@ -29,10 +29,10 @@ from dphero.sampling import (
     PoissonSampler,
     PrivateLoader,
     ShuffleSampler,
-    _distinct,
     dataset_of,
     public_rate,
 )
+from dphero.sampling.samplers import _distinct
 
 RECORDS, RATE, DRAWS = 40, 0.2, 4000
 LEVEL = 1e-3

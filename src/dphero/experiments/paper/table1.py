@@ -83,9 +83,9 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {"sgd": {"lot": 256, "lr": 0.1}}  #
 _QUICK: Mapping[str, Mapping[str, Any]] = {
     "*": {"lot": 256, "lr": 0.5, "epochs": 1},  # small lots: more steps in a pass over the data
     "sgd": {"epochs": 1},
-    "ipa-rf": {"epochs": 4},
+    "ipa-rf": {"epochs": 16},
     "feature-dp": {"epochs": 8},
-    "dp-mp": {"epochs": 2},
+    "dp-mp": {"epochs": 8},
     "label-dp": {"epochs": 1},
 }
 _SEEDS: Mapping[Size, int] = {"tiny": 1, "quick": 1, "full": 3}

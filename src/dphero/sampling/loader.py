@@ -1,0 +1,126 @@
+"""The loader that hands lots to the user, in physical batches that fit in memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+
+from dphero.sampling.lots import Lots, PhysicalBatch
+from dphero.sampling.samplers import Sampler, generator_of
+
+__all__ = ["PrivateLoader"]
+
+
+class PrivateLoader:
+    """Iterates over an epoch of lots, in physical batches, with the user's own loading machinery.
+
+    Args:
+        source: The user's ``DataLoader`` (its dataset, workers, collate function and pinned memory are kept),
+            or a dataset with ``__len__`` and ``__getitem__``.
+        sampler: Draws the lots.
+        lots: Where training stands; moved on as batches are handed out.
+        before_lot: Called before a lot is drawn; raises to refuse it.
+        expected_batch_size: The public expected lot size.
+        physical_batch_size: The most rows handed out at a time; ``None`` for whole lots.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any] | Dataset[Any],
+        sampler: Sampler,
+        lots: Lots,
+        *,
+        before_lot: Callable[[], None],
+        expected_batch_size: float,
+        physical_batch_size: int | None,
+    ) -> None:
+        self.source, self.sampler, self.lots = source, sampler, lots
+        self.dataset = source.dataset if isinstance(source, DataLoader) else source
+        self.batch_size = expected_batch_size
+        self.physical_batch_size = physical_batch_size
+        self._before_lot = before_lot
+        self._collate = source.collate_fn if isinstance(source, DataLoader) else default_collate
+        self._iterations = 0
+        self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
+
+    def __len__(self) -> int:
+        """Return the number of lots in an epoch, 1/q rounded."""
+        return self.sampler.lots_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the physical batches of the lots up to the end of the epoch."""
+        self._iterations += 1
+        iteration = self._iterations
+        start = self.lots.next
+        stop = start + len(self) - start % len(self)
+        queue: deque[PhysicalBatch] = deque()
+        batches = self._fetch(self._chunks(range(start, stop), queue))
+        for _ in range(start, stop):
+            self._before_lot()
+            last = False
+            while not last:
+                batch = next(batches)
+                physical = queue.popleft()
+                self.lots.deliver(physical)
+                yield batch
+                if iteration != self._iterations:
+                    raise RuntimeError("a newer iteration over the private loader has begun; finish that one")
+                self.lots.require_captured()
+                last = physical.last
+
+    def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
+        for lot in lots:
+            members = self._draw(lot)
+            size = self.physical_batch_size or max(1, len(members))
+            cuts = range(0, max(1, len(members)), size)
+            for cut in cuts:
+                part = members[cut : cut + size]
+                queue.append(PhysicalBatch(lot, max(1, len(part)), len(part), first=cut == 0, last=cut == cuts[-1]))
+                yield part
+
+    def _draw(self, lot: int) -> np.ndarray:
+        self._drawn = {name: members for name, members in self._drawn.items() if name[1] >= self.lots.next}
+        name = (self.sampler.key, lot)
+        if name not in self._drawn:
+            self._drawn[name] = self.sampler.draw(lot)
+        return self._drawn[name]
+
+    def _fetch(self, chunks: Iterator[np.ndarray]) -> Iterator[Any]:
+        source, dataset = self.source, self.dataset
+        workers = source.num_workers if isinstance(source, DataLoader) else 0
+        if isinstance(dataset, TensorDataset) and self._collate is default_collate and not workers:
+            tensors = dataset.tensors
+            for chunk in chunks:
+                index = torch.from_numpy(chunk).to(tensors[0].device)
+                yield [tensor[index] if len(chunk) else _blank(tensor[:1]) for tensor in tensors]
+            return
+        options: dict[str, Any] = {}
+        if isinstance(source, DataLoader):
+            names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+            options = {name: getattr(source, name) for name in names}
+            if workers:
+                options["prefetch_factor"] = source.prefetch_factor
+        # A generator of its own: without one, each new iteration (a resumed epoch is one) would take a number
+        # from torch's global generator, and dropout would no longer be that of the unbroken run.
+        seed = int(generator_of(self.sampler.key, self.lots.next, purpose=1).integers(1 << 63))
+        generator = torch.Generator().manual_seed(seed)
+        collate = partial(_collate_or_blank, dataset, self._collate)
+        numbers: Any = (chunk.tolist() for chunk in chunks)
+        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=collate, generator=generator, **options)
+
+
+def _collate_or_blank(dataset: Dataset[Any], collate: Callable[[list[Any]], Any], examples: list[Any]) -> Any:
+    return collate(examples) if examples else tree_map(_blank, collate([dataset[0]]))
+
+
+def _blank(value: Any) -> Any:
+    """Blank features; labels, lengths and token numbers stay those of the first example, so that they are valid."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) and value.is_floating_point() else value

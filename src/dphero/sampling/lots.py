@@ -1,0 +1,82 @@
+"""Where training stands: the lot under way, and which of its physical batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Lots", "PhysicalBatch"]
+
+
+@dataclass(frozen=True)
+class PhysicalBatch:
+    """What the user holds: ``rows`` rows, of which the first ``real`` are examples, the rest padding."""
+
+    lot: int
+    rows: int
+    real: int
+    first: bool
+    last: bool
+
+
+class Lots:
+    """Where training stands within a lot: the loader moves it on, the engine reads it.
+
+    Attributes:
+        next: Index of the lot that will be released next. A lot that was handed out but not released comes
+            again when the loader is next iterated over: no lot can be skipped by looking at it.
+        current: The physical batch in the user's hands; the last one stays here until another is delivered.
+        captured: Whether the gradients of that batch have been taken.
+    """
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, lot: int) -> None:
+        """Stand before a lot, with nothing in the user's hands."""
+        self.next, self.captured = lot, False
+        self.current: PhysicalBatch | None = None
+
+    def deliver(self, batch: PhysicalBatch) -> None:
+        """Hand a physical batch to the user."""
+        self.current, self.captured = batch, False
+
+    @property
+    def pending(self) -> PhysicalBatch | None:
+        """The batch in the user's hands if its lot has not been released, else ``None``."""
+        return self.current if self.current is not None and self.current.lot == self.next else None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether gradients of some, not all, physical batches of a lot have been taken."""
+        return self.pending is not None and (self.captured or not self.pending.first)
+
+    def capture(self) -> PhysicalBatch:
+        """Note that the gradients of the batch in hand are being taken: once, before the lot is released.
+
+        Raises:
+            RuntimeError: If they were taken before.
+        """
+        if self.pending is None or self.captured:
+            raise RuntimeError(
+                "this batch was back-propagated already: its examples would count twice. Add up the losses and call "
+                "backward() once for each batch of the private loader."
+            )
+        self.captured = True
+        return self.pending
+
+    def require_captured(self) -> None:
+        """Refuse to move on from a batch whose gradients were not taken.
+
+        Raises:
+            RuntimeError: If the batch in hand was not back-propagated.
+        """
+        if not self.captured:
+            raise RuntimeError(
+                f"a batch of lot {self.next} was handed out but not back-propagated. Every batch that is drawn must "
+                "take part in a step, whatever its loss: skipping some by looking at the data is not private. Iterate "
+                "over the loader anew to get this lot again. (To evaluate, iterate over an ordinary loader.)"
+            )
+
+    def release(self) -> None:
+        """Move on to the next lot."""
+        self.next += 1
