@@ -27,7 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a few seconds."""
     pytest.importorskip("safetensors")
     path = tmp_path_factory.mktemp("runs") / "digits"
-    made = run("train", "--data", "digits", "--method", "dp-sgd", "--noise-multiplier", 1.5, "--epochs", 1,
+    made = run("train", "--data", "digits", "--method", "dp-sgd", "--noise-multiplier", 1.5, "--epochs", 6,
                "--seed", 1, "--out", path, "--json")  # fmt: skip
     assert made.exit_code == 0, made.stderr
     return path
@@ -70,7 +70,7 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     assert record["refuted"] is False and record["membership"][0]["members"] == 1437
     (one_run,) = record["one_run"]
     assert one_run["canaries"] == 500 and one_run["confidence"] == pytest.approx(1 - 0.05 / 3)
-    assert 0.05 < one_run["audited_epsilon"] < one_run["claimed_epsilon"]
+    assert 0.4 < one_run["audited_epsilon"] < one_run["claimed_epsilon"]  # six other seeds: 0.7 to 1.0
     assert (finished / "audit" / "roc.svg").read_text().startswith("<?xml")
 
 
