@@ -85,6 +85,7 @@ def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, m
     result = run(*arguments, "--vary", f"epochs=1,{epochs}", "--out", out)
     assert result.exit_code == 130
     assert f"1 of 2 runs finished; the others were saved; go on with: dphero compare --resume {out}" in result.stderr
+    assert "failed" not in result.stderr  # it saved, as it was told to
     finished = (short / "result.json").stat().st_mtime_ns
     first = steps_on_record(long)
     assert 6 <= first < 3 * epochs and (long / "checkpoint.pt").exists()

@@ -89,21 +89,21 @@ class Pool:
 
     def run(self, asked_to_stop: Callable[[], bool]) -> None:
         """Work until nothing is left, or until asked to stop."""
-        told = False
+        state = self._state
         try:
-            while self._state.running or (self._state.waiting and not told):
-                if asked_to_stop() and not told:
-                    told = True
+            while state.running or (state.waiting and not state.stopping):
+                if asked_to_stop() and not state.stopping:
+                    state.stopping = True
                     self._signal(signal.SIGTERM)
-                if not told:
+                if not state.stopping:
                     self._employ()
                 for key, _ in self._selector.select(timeout=0.2):
                     self._hear(key.data)
-                self._state.report()
+                state.report()
         finally:
             self._dismiss()
-        if told:
-            raise self._state.interrupted()
+        if state.stopping:
+            raise state.interrupted()
 
     def _employ(self) -> None:
         """Give every worker something to do, as long as there is something."""

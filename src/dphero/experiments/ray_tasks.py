@@ -50,14 +50,14 @@ class RayPool:
 
     def run(self, asked_to_stop: Callable[[], bool]) -> None:
         """Work until nothing is left, or until asked to stop."""
-        state, tasks, told = self._state, dict[Any, "Planned"](), False
+        state, tasks = self._state, dict[Any, "Planned"]()
         try:
-            while tasks or (state.waiting and not told):
-                if asked_to_stop() and not told:
-                    told = True
+            while tasks or (state.waiting and not state.stopping):
+                if asked_to_stop() and not state.stopping:
+                    state.stopping = True
                     for task in tasks:
                         self._ray.cancel(task)  # arrives as a Ctrl-C: the run saves, and stops
-                while state.waiting and len(tasks) < self._room and not told:
+                while state.waiting and len(tasks) < self._room and not state.stopping:
                     planned = state.begin()
                     task = self._task.remote(str(state.path(planned)), planned.recipe.as_dict())
                     tasks[task] = planned
@@ -67,7 +67,7 @@ class RayPool:
                 state.report()
         finally:
             self._ray.shutdown()
-        if told:
+        if state.stopping:
             raise state.interrupted()
 
     def _answer(self, task: Any) -> Mapping[str, Any]:

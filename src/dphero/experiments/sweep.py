@@ -137,6 +137,7 @@ class State:
         self.done: list[str] = []
         self.failed: dict[str, str] = {}
         self.running: dict[str, Mapping[str, Any]] = {}
+        self.stopping = False  # set when the workers are told to save and stop: then no new run begins
         for outcome in outcomes(plan, directory):
             if outcome.result is None:
                 self.waiting.append(outcome.planned)
@@ -160,6 +161,8 @@ class State:
             self.done.append(planned.name)
         elif answer["kind"] == "failed":
             self.failed[planned.name] = answer["error"]
+        elif self.stopping:  # saved, as it was told to: it waits for a resumption
+            self.waiting.appendleft(planned)
         else:
             self.failed[planned.name] = "it was stopped from outside, and saved"
 

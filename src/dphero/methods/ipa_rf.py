@@ -172,8 +172,8 @@ class IPARF(Method):
 
     The filter needs the norm of every example's gradient at every step. So a step costs a pass over all data however
     small the lot is, and by default it takes all of it in (lot = N): few steps, each with everybody. With a smaller lot
-    the norms of the others are computed too, and cost the same time. The defaults for MNIST are 200 such steps: two
-    minutes on a GPU, and the better part of an hour on a small CPU.
+    the norms of the others are computed too, and cost the same time. The defaults for MNIST are 200 such steps, a
+    matter for a GPU.
 
     Examples whose budget is used up drop out; the paper's other choice, scaling the last gradient down to what is left,
     is not offered.
