@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 
 from dphero.accounting import BudgetExhausted, PoissonGaussian
 from dphero.methods import make
-from dphero.methods._synthetic import PROCESSES, _train, _view, last_linear, pretrain
+from dphero.methods._head import Head, features, head_of, with_head
+from dphero.methods._pretraining import _Lesson, pretrain
+from dphero.methods._processes import PROCESSES, _turned, view
 from dphero.models import build
 from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
 
@@ -35,52 +38,117 @@ def test_processes_make_varied_images(process: str, shape: tuple[int, int, int])
     assert torch.pdist(images.flatten(1)).min() > 0.1  # not alike
     right = (images[..., 1:] - images[..., :-1]).abs().mean()
     assert right < 0.8 * (images - images.roll(1, 0)).abs().mean()  # neighbours resemble one another
-    seen = _view(images, torch.Generator().manual_seed(1))
-    assert seen.shape == images.shape and not torch.equal(seen, images) and seen.isfinite().all()
+    seen = view(images, torch.Generator().manual_seed(1))
+    assert seen.shape == (50, shape[0], shape[1] // 2, shape[2] // 2) and seen.isfinite().all()
+
+
+def test_views_differ_in_colour_more_than_in_light() -> None:
+    """What could be known by its colours would be: nothing else would be learned."""
+    images = PROCESSES["leaves"](200, (3, 32, 32), torch.Generator().manual_seed(4))
+    one, other = (view(images, torch.Generator().manual_seed(seed)).mean((2, 3)) for seed in (1, 2))
+    centred = [colour - colour.mean(1, keepdim=True) for colour in (one, other)]
+    alike = torch.nn.functional.cosine_similarity(*centred).nan_to_num()
+    assert 0.1 < alike.mean() < 0.8
+    plain = torch.full((3, 3, 8, 8), 0.5)
+    assert torch.allclose(_turned(plain, torch.tensor([0.1, 0.2, 0.3])), plain, atol=1e-6)  # grey stays grey
+
+
+def network(seed: int = 0) -> tuple[nn.Module, Head]:
+    model = with_head(build("digits", (1, 8, 8), 10, seed=seed))
+    return model, head_of(model, torch.zeros(2, 1, 8, 8))
+
+
+def learn(*arguments: Any) -> None:
+    shares = list(pretrain(*arguments))
+    assert shares == sorted(shares) and (not shares or shares[-1] == 1.0)
 
 
 def test_pretraining_learns_to_know_views() -> None:
     losses = []
     for steps in (1, 40):
-        model = build("digits", (1, 8, 8), 10)
-        losses.append(_train(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", steps, 64))
+        lesson = _Lesson(network()[0], (1, 8, 8), "leaves", steps, 64)
+        assert len(list(lesson.run())) == steps
+        losses.append(lesson.loss)
     assert losses[1] < losses[0] - 0.5
 
 
 def test_what_was_learned_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (build("digits", (1, 8, 8), 10) for _ in "ab")
+    (first, head), (second, other) = (network() for _ in "ab")
     before = {name: value.clone() for name, value in first.state_dict().items()}
-    pretrain(first, last_linear(first, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 3, 16)
-    assert len(list(own_cache.iterdir())) == 1
-    monkeypatch.setattr("dphero.methods._synthetic._train", lambda *_: pytest.fail("it was learned before"))
-    pretrain(second, last_linear(second, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 3, 16)
+    learn(first, head, (1, 8, 8), "leaves", 3, 16)
+    assert len(list(own_cache.glob("*.pt"))) == 1
+    monkeypatch.setattr("dphero.methods._pretraining._Lesson", lambda *_: pytest.fail("it was learned before"))
+    learn(second, other, (1, 8, 8), "leaves", 3, 16)
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
     assert not torch.equal(first.state_dict()["0.weight"], before["0.weight"])
-    assert torch.equal(first.state_dict()["3.weight"], before["3.weight"])  # the last layer has no part in it
+    assert torch.equal(head.linear.weight, before["3.linear.weight"])  # the last layer has no part in it
     assert all(parameter.grad is None for parameter in first.parameters())
+
+
+def test_a_lesson_broken_off_goes_on_where_it_was(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dphero.methods._pretraining._SAVE_SECONDS", 0.0)
+    settings = ((1, 8, 8), "leaves", 70, 4)
+    whole, broken = network(), network()
+    learn(*whole, *settings)
+    (kept,) = own_cache.glob("*.pt")
+    kept.unlink()
+    for share in pretrain(*broken, *settings):
+        if share > 66 / 70:
+            break
+    assert len(list(own_cache.glob("*.half"))) == 1 and not list(own_cache.glob("*.pt"))
+    again = network()
+    shares = list(pretrain(*again, *settings))
+    assert shares[0] == 65 / 70 and not list(own_cache.glob("*.half"))
+    assert all(map(torch.equal, whole[0].state_dict().values(), again[0].state_dict().values()))
+
+
+def test_another_process_that_learns_the_same_is_waited_for(own_cache: Path) -> None:
+    first, second = (pretrain(*network(), (1, 8, 8), "leaves", 2, 16) for _ in "ab")
+    assert next(first) == 0.5 and next(second) == 0.0 == next(second)
+    assert list(first) == [1.0] and not list(second)  # what the first has learned serves the second
 
 
 def test_other_settings_are_not_taken_from_the_cache(own_cache: Path) -> None:
     for seed, process, steps in ((0, "leaves", 1), (1, "leaves", 1), (0, "spectrum", 1), (0, "leaves", 2)):
-        model = build("digits", (1, 8, 8), 10, seed=seed)
-        pretrain(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), process, steps, 16)
-    assert len(list(own_cache.iterdir())) == 4
+        learn(*network(seed), (1, 8, 8), process, steps, 16)
+    assert len(list(own_cache.glob("*.pt"))) == 4
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     own_cache.write_text("in the way")
-    model = build("digits", (1, 8, 8), 10)
-    pretrain(model, last_linear(model, torch.zeros(2, 1, 8, 8)), (1, 8, 8), "leaves", 1, 16)
+    learn(*network(), (1, 8, 8), "leaves", 1, 16)
     assert "could not be kept" in caplog.text
 
 
 def test_the_last_layer_must_be_linear() -> None:
     with pytest.raises(ValueError, match="must end with a linear layer"):
-        last_linear(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.ones(2, 4))
+        head_of(with_head(nn.Sequential(nn.Linear(4, 3), nn.Tanh())), torch.ones(2, 4))
     with pytest.raises(ValueError, match="must end with a linear layer"):
-        last_linear(nn.Flatten(), torch.ones(2, 4))
+        with_head(nn.Flatten())
     without_bias = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2, bias=False))
-    assert last_linear(without_bias, torch.ones(2, 4)) is without_bias[2]
+    last = without_bias[2]
+    assert head_of(with_head(without_bias), torch.ones(2, 4)).linear is last
+    alone = with_head(nn.Linear(4, 3))
+    assert head_of(alone, torch.ones(2, 4)) is alone and torch.equal(
+        features(alone, torch.ones(2, 4)), torch.ones(2, 4)
+    )
+
+
+def test_a_new_head_changes_nothing_and_a_set_one_whitens() -> None:
+    model, images = build("digits", (1, 8, 8), 10), torch.rand(500, 1, 8, 8)
+    outputs = model(images)
+    model = with_head(model)
+    head = head_of(model, images[:2])
+    assert torch.allclose(model(images), outputs, atol=1e-6)
+    seen = features(model, images).detach()
+    seen *= torch.linspace(0, 3, seen.shape[1])  # of all sizes, and one that is always the same
+    head.whiten_by(seen)
+    white = head.whitened(seen)
+    assert white.isfinite().all() and white.mean(0).abs().max() < 1e-3
+    assert white.norm(dim=1).median().item() == pytest.approx(1.0, abs=1e-3)
+    before, after = (torch.linalg.eigvalsh(torch.cov(each.T)).flip(0) for each in (seen, white))
+    strong = int((before > before.mean()).sum())
+    assert before[0] > 3 * before[strong - 1] and after[0] < 1.05 * after[strong - 1]
 
 
 # -- the two phases ------------------------------------------------------------------------------------------
@@ -102,13 +170,32 @@ def test_both_phases_are_in_one_ledger_and_within_one_budget() -> None:
 def test_the_probe_trains_the_last_layer_alone_with_its_own_rate() -> None:
     trainer = start("dp-randp", noise_multiplier=1.0, epochs=2, options={**QUICK, "probe_lr": 0.25})
     take(trainer, 1)
-    body = trainer.model.state_dict()["0.weight"].clone()
+    trained = trainer.task.module
+    body = trained.state_dict()["0.weight"].clone()
     assert trainer.trainer.optimizer.param_groups[0]["lr"] == 0.25
     take(trainer, 2)
-    assert trainer.phase == "probe" and torch.equal(trainer.model.state_dict()["0.weight"], body)
+    assert trainer.phase == "probe" and torch.equal(trained.state_dict()["0.weight"], body)
     take(trainer, 1)
     assert trainer.phase == "fine-tuning" and trainer.trainer.optimizer.param_groups[0]["lr"] == 1.0
-    assert not torch.equal(trainer.model.state_dict()["0.weight"], body) and trainer.step == 4
+    assert not torch.equal(trained.state_dict()["0.weight"], body) and trainer.step == 4
+
+
+def test_what_is_released_is_a_mean_of_late_weights() -> None:
+    trainer = start("dp-randp", noise_multiplier=1.0, epochs=4, options=QUICK)
+    weights, expected = trainer.task.module.get_parameter("3.linear.weight"), None
+    for step in range(6):
+        trainer.advance()
+        share = 9 / (step + 9)
+        expected = weights.clone() if expected is None else expected + share * (weights - expected)
+        assert torch.allclose(trainer.model.get_parameter("3.linear.weight"), expected, atol=1e-6)
+    trainer.advance()  # fine-tuning begins with that mean
+    assert trainer.phase == "fine-tuning" and torch.equal(trainer.model.get_parameter("3.linear.weight"), weights)
+
+
+def test_runs_of_all_seeds_share_what_was_learned(own_cache: Path) -> None:
+    for seed in (1, 2):
+        take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=seed), 1)
+    assert len(list(own_cache.glob("*.pt"))) == 1
 
 
 @pytest.mark.parametrize("seed", [1, None])
@@ -149,7 +236,7 @@ def test_secure_runs_have_no_seeds(tmp_path: Path) -> None:
     runs = [
         take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=None, secure=True), 5) for _ in "ab"
     ]
-    assert not torch.equal(*(run.model.state_dict()["3.weight"] for run in runs))
+    assert not torch.equal(*(run.model.state_dict()["3.linear.weight"] for run in runs))
     runs[0].save(tmp_path / "checkpoint.pt", {})
     with pytest.raises(ValueError, match="another choice of --secure"):
         start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK).load(tmp_path / "checkpoint.pt")

@@ -125,7 +125,7 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
         def report(progress: experiments.Progress) -> None:
             bar.update(
                 task,
-                description="Training",
+                description="Training" if progress.prepared is None else f"Preparing {progress.prepared:.0%}",
                 completed=progress.step,
                 total=progress.steps,
                 figures=_figures(progress),

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -47,6 +47,7 @@ class Progress:
         clipped: Share of the latest examples whose gradient was clipped.
         signal_to_noise: Of the released gradients.
         seconds: Time spent in training, earlier parts of a resumed run included.
+        prepared: What share is done of what comes before the first step, where that takes long.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Progress:
     clipped: float | None = None
     signal_to_noise: float | None = None
     seconds: float = 0.0
+    prepared: float | None = None
 
 
 def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
@@ -155,6 +157,10 @@ class _Loop:
         saved = started = time.monotonic()
         before = self.seconds
         with Curves(self.directory.path / "tensorboard", self.trainer.step) as curves:
+            for share in self.trainer.prepare():
+                self.report(replace(self.latest, prepared=share))
+                if asked_to_stop():
+                    raise Interrupted("stopped before the first step")
             while not self.trainer.finished:
                 try:
                     step = self.trainer.advance()

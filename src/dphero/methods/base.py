@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, ClassVar
@@ -158,6 +158,14 @@ class Trainer(ABC):
     @abstractmethod
     def ledger(self) -> Ledger:
         """What was released so far."""
+
+    def prepare(self) -> Iterator[float]:
+        """Do what comes before the first step, if that takes long, a piece at a time; may be left out or broken off.
+
+        Yields:
+            The share that is done.
+        """
+        yield from ()
 
     @abstractmethod
     def advance(self) -> Step:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from dphero.methods._synthetic import PROCESSES
+from dphero.methods._processes import PROCESSES
 from dphero.methods.base import Card, Method, Task, Trainer, register
 from dphero.methods.private import PrivateTrainer
 from dphero.models import FeatureModel
