@@ -2,8 +2,8 @@
 
 Two sources share one interface, `NoiseSource`:
 
-* `FastNoise`: torch's generators under a secret 128-bit key. Noise is a function of (key, release, position),
-  so a resumed run continues exactly where the saved one stopped. Statistically sound, not cryptographic.
+* `FastNoise`: an AES-128 key stream on the CPU, torch's Philox on CUDA, under a secret key. Noise is a function of
+  (key, release, position), so a resumed run continues exactly where the saved one stopped. The key is saved.
 * `SecureNoise`: an AES-256 key stream, turned into Gaussians in float64. The key is never saved.
 
 Both refuse to serve one release twice: two sums under the same noise differ by exactly the people in them.

@@ -1,9 +1,10 @@
-"""Gaussian noise from torch's own generators."""
+"""Gaussian noise that a key repeats."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import operator
 import secrets
 import struct
@@ -13,33 +14,42 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from dphero.noise.source import OneTimeSource, Target, close, cut, deal, is_flat, size_of
+from dphero.noise.source import OneTimeSource, Target, close, is_flat
 
 __all__ = ["FastNoise"]
 
 logger = logging.getLogger(__name__)
 
-_FAST_CHUNK = 1 << 17  # half a millisecond of work, which hides the seeding (some 10 µs)
-_BLOCK = 16  # torch draws normals on the CPU in blocks of 16 and treats a shorter tail differently
-_MERSENNE_WORDS = slice(3, 627)  # where `torch.Generator.get_state()` holds the generator's 624 words
+# How many numbers a thread draws at a time. With fewer, the threads wait for Python's lock; with more, for memory.
+_FAST_CHUNK = 1 << 17
+_PAIRS = _FAST_CHUNK // 2
+_AES_BLOCK = 16  # bytes
+_VECTOR = 64  # NumPy computes in vectors of up to so many numbers and may treat a shorter rest differently
+_ZEROS = memoryview(bytes(8 * _FAST_CHUNK))  # what is encrypted: the cipher text is then the key stream itself
+_WORDS: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
+
+_Piece = tuple[np.ndarray, float]
+"""A flat part of a tensor, and what it is multiplied by before noise is added; 0 for overwriting."""
 
 
 class FastNoise(OneTimeSource):
-    """Gaussian noise from torch's own generators, repeatable from a key.
+    """Gaussian noise from a key stream, repeatable from the key.
 
     On the CPU, position p of release t is a function of (key, t, p) alone: not of the thread count, of
-    torch's global seed, of how the positions are split among tensors, or of how many follow. The
-    concatenation of the tensors is cut in chunks of 131,072; chunk c is drawn by a Mersenne Twister whose
-    whole state of 624 words is SHAKE-128(key, t, c). (`torch.Generator.manual_seed` would not do: on the CPU
-    it keeps 32 of its 64 bits, so that after 80,000 chunks one is expected to have repeated.) float64 tensors
-    form a concatenation of their own. On CUDA, one Philox generator per device and release has a 64-bit seed
-    hashed from (key, t, device).
+    torch's global seed, of how the positions are split among tensors, or of how many follow. The words of
+    release t are AES-128(key, t ‖ 0), AES-128(key, t ‖ 1), …, where t and the counter have 64 bits each. The
+    concatenation of the tensors is cut in chunks of 131,072 numbers, made from as many words of 32 bits: chunk
+    by chunk 65,536 words for radii, 65,536 for angles, and of these pairs first the sines, then the cosines
+    (see `_box_muller`). float64 tensors form a concatenation of their own, made from words of 64 bits, whose
+    counters start at 2⁶³. On CUDA, one Philox generator per device and release has a 64-bit seed hashed from
+    (key, t, device).
 
-    What it does not promise: the generators are not cryptographic, tails in float32 end at 5.8 standard
-    deviations (torch uses 24-bit uniforms), CPU and CUDA streams differ. Against an adversary who attacks the
-    generator, use `SecureNoise`.
+    Tails end at 6.66 standard deviations in float32 and at 9.42 in float64. What it does not promise: CPU and
+    CUDA streams differ, and the generator on CUDA is not cryptographic; other processors and versions of
+    NumPy may round logarithms and sines differently in the last bits; the key is in every checkpoint. For a
+    key that is never saved, and noise that is always made in float64, use `SecureNoise`.
 
     Two runs under one key share their noise, and the difference of their releases is free of it. So publish
     only one run per seed and only one continuation per checkpoint. `state_dict()` holds the key: keep it as
@@ -108,18 +118,24 @@ class FastNoise(OneTimeSource):
                 self._draw_on_cuda(members, stream, std, release)
 
     def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, std: float, release: int) -> None:
-        chunks, detours = cut(targets, _FAST_CHUNK, dtype)
+        pieces: list[_Piece] = []
+        detours = []
+        for tensor, keep in targets:
+            flat = tensor.detach()
+            if not (is_flat(tensor) and tensor.dtype == dtype):
+                flat = torch.empty(tensor.numel(), dtype=dtype)
+                detours.append((tensor, flat))
+            pieces.append((flat.view(-1).numpy(), keep))  # a view, or an error: noise must not go to a copy
+        chunks = _cut(pieces)
         threads = min(torch.get_num_threads(), len(chunks))
         if threads > len(self._lanes):
             self._lanes += [_Lane() for _ in range(threads - len(self._lanes))]
             self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dphero-noise")
         todo = iter(list(enumerate(chunks)))  # shared: whoever is free takes the next chunk
 
-        @torch.no_grad()  # a new thread starts with gradients on
         def work(lane: _Lane) -> None:
-            for number, pieces in todo:
-                name = struct.pack("<QQ?", release, number, dtype == torch.float64)
-                lane.draw(pieces, dtype, std, self._key + name)
+            for number, chunk in todo:
+                lane.draw(chunk, _WORDS[dtype], std, self._key, release, number)
 
         assert self._pool is not None
         helpers = [self._pool.submit(work, lane) for lane in self._lanes[1:threads]]
@@ -127,6 +143,8 @@ class FastNoise(OneTimeSource):
         for helper in helpers:
             helper.result()
         close(detours)
+        # As torch does itself when it writes: autograd refuses to go back through what was overwritten.
+        torch.autograd.graph.increment_version([target.tensor for target in targets])
 
     def _draw_on_cuda(self, targets: list[Target], device: torch.device, std: float, release: int) -> None:
         if device not in self._cuda:
@@ -138,41 +156,93 @@ class FastNoise(OneTimeSource):
             target.tensor.normal_(0.0, std, generator=generator)
 
 
+def _cut(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Cut the concatenation of the pieces in chunks."""
+    chunks: list[list[_Piece]] = []
+    room = 0
+    for array, keep in pieces:
+        start = 0
+        while start < len(array):
+            if room == 0:
+                chunks.append([])
+                room = _FAST_CHUNK
+            part = array[start : start + room]
+            chunks[-1].append((part, keep))
+            start += len(part)
+            room -= len(part)
+    return chunks
+
+
 class _Lane:
-    """One thread's generator and buffers."""
+    """One thread's cipher and room to work in.
+
+    It keeps to NumPy. torch would start further threads from each lane, and gives up Python's lock, to wait for it
+    again, even where it only makes a view.
+    """
 
     def __init__(self) -> None:
-        self._generator = torch.Generator()
-        self._state = _pristine_state()
-        self._words = self._state.numpy().view(np.int64)[_MERSENNE_WORDS]
-        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._key = b""
+        self._cipher: CipherContext
+        self._stream = memoryview(bytearray(8 * _FAST_CHUNK + 15))  # the cipher wants 15 spare bytes at the end
+        self._scratch: dict[int, np.ndarray] = {}
 
-    def draw(self, pieces: list[Target], dtype: torch.dtype, std: float, name: bytes) -> None:
-        """Fill the pieces of one chunk, in order, with the noise that belongs to `name`, drawn as `dtype`."""
-        self._words[:] = np.frombuffer(hashlib.shake_128(name).digest(624 * 4), dtype="<u4")
-        self._generator.set_state(self._state)
-        total = size_of(pieces)
-        piece, kept = pieces[0]
-        if total % _BLOCK == 0 and len(pieces) == 1 and not kept and piece.dtype == dtype and is_flat(piece):
-            piece.normal_(0.0, std, generator=self._generator)  # the values that the buffer would hold
+    def draw(self, chunk: list[_Piece], kind: np.dtype, std: float, key: bytes, release: int, number: int) -> None:
+        """Fill the pieces of one chunk, in order, from words of type `kind`; `number` is the chunk's index."""
+        if key != self._key:
+            self._key, self._cipher = key, Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
+        width = kind.itemsize
+        if width not in self._scratch:
+            self._scratch[width] = np.empty(3 * _PAIRS, f"f{width}")
+        total = sum([len(array) for array, _ in chunk])
+        pairs = min(_PAIRS, total + -total % _VECTOR)
+        counter = number * _FAST_CHUNK * width // _AES_BLOCK + (width == 8) * (1 << 63)
+        if pairs == _PAIRS:  # radii and angles in one go
+            self._encrypt(release, counter, 0, 2 * pairs * width)
+        else:
+            self._encrypt(release, counter, 0, pairs * width)
+            self._encrypt(release, counter + _PAIRS * width // _AES_BLOCK, pairs * width, pairs * width)
+        words, scratch = np.frombuffer(self._stream, kind, 2 * pairs), self._scratch[width][: 3 * pairs]
+
+        array, keep = chunk[0]
+        if len(array) == _FAST_CHUNK and not keep:
+            _box_muller(words, std, scratch, out=array)
             return
-        if dtype not in self._buffers:
-            self._buffers[dtype] = torch.empty(_FAST_CHUNK, dtype=dtype)
-        buffer = self._buffers[dtype][: total + -total % _BLOCK]
-        deal(buffer.normal_(0.0, std, generator=self._generator), pieces)
+        noise = scratch[pairs:]
+        _box_muller(words, std, scratch, out=noise)
+        start = 0
+        for array, keep in chunk:
+            part = noise[start : start + len(array)]
+            start += len(array)
+            if keep:
+                array *= keep
+                array += part
+            else:
+                array[:] = part
+
+    def _encrypt(self, release: int, counter: int, start: int, size: int) -> None:
+        """Put `size` bytes of the key stream, from `counter` on, to `start` in the buffer."""
+        self._cipher.reset_nonce(release.to_bytes(8, "big") + counter.to_bytes(8, "big"))
+        self._cipher.update_into(_ZEROS[:size], self._stream[start:])
 
 
-def _pristine_state() -> Tensor:
-    """State of a just-seeded CPU generator, whose 624 words the caller overwrites.
+def _box_muller(words: np.ndarray, std: float, scratch: np.ndarray, out: np.ndarray) -> None:
+    """Turn 2n random words, signed integers of b bits, into 2n independent N(0, std²): n sines, then n cosines.
 
-    Raises:
-        RuntimeError: this torch lays the state out in another way than the one known here.
+    Pair j has the words k = `words[j]` and l = `words[n + j]`. The uniform u = |2k + 1| / 2ᵇ is never 0, and it is
+    finest near 0, where the tails come from. The angle πl / 2ᵇ⁻¹ lies in [-π, π]. The pair is
+    std · √(ln 1/u²) · (sin, cos). `scratch` has room for 3n numbers; its last 2n may be `out`.
     """
-    state = torch.Generator().manual_seed(5489).get_state()
-    # The seed; left = 1 and seeded = 1; next = 0; then the words, which MT19937 starts like this from 5489.
-    known = [5489, (1 << 32) + 1, 0, 5489, 1301868182, 2938499221]
-    if state.numel() != 5056 or state.view(torch.int64)[: len(known)].tolist() != known:
-        raise RuntimeError(
-            f"FastNoise does not know the generator state of torch {torch.__version__}: use SecureNoise."
-        )
-    return state
+    pairs, bits = len(words) // 2, 8 * words.itemsize
+    scratch[: 2 * pairs] = words
+    radius, sine, cosine = scratch.reshape(3, pairs)
+    radius += 0.5
+    np.square(radius, out=radius)
+    np.divide(4.0 ** (bits - 1), radius, out=radius)  # 1/u²
+    np.log(radius, out=radius)
+    np.sqrt(radius, out=radius)
+    radius *= std
+    sine *= math.pi / 2.0 ** (bits - 1)  # the angle, so far
+    np.cos(sine, out=cosine)
+    np.sin(sine, out=sine)
+    np.multiply(sine, radius, out=out[:pairs])
+    np.multiply(cosine, radius, out=out[pairs:])

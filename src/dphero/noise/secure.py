@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from dphero.noise.source import OneTimeSource, Target, close, cut, deal, size_of
@@ -37,14 +38,10 @@ class SecureNoise(OneTimeSource):
     What it does not promise: adding float32 noise to a float32 sum still shows the grid of floating-point
     numbers. A caller who must exclude that attack adds in float64 (pass float64 tensors) and rounds
     afterwards.
-
-    Raises:
-        ModuleNotFoundError: the package `cryptography` is missing (`pip install 'dphero[secure]'`).
     """
 
     def __init__(self, *, _key: bytes | None = None) -> None:
         super().__init__()
-        _require_cryptography()
         # Reused, because fresh memory would cost more than the cipher. It wants 15 spare bytes at the end.
         self._bits = np.empty(_SECURE_CHUNK + 2, dtype=np.int64)
         self._zeros = memoryview(bytes(8 * _SECURE_CHUNK))
@@ -52,8 +49,6 @@ class SecureNoise(OneTimeSource):
         self._start(_key)  # only tests of the distribution give a key
 
     def _start(self, key: bytes | None = None) -> None:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
         self._seeded = key is not None
         cipher = Cipher(algorithms.AES256(key or os.urandom(32)), modes.CTR(bytes(16)))
         self._stream = cipher.encryptor()
@@ -108,12 +103,3 @@ def _box_muller(bits: Tensor, std: float, out: Tensor) -> Tensor:
     cosine.mul_(radius)
     sine.mul_(radius)
     return out
-
-
-def _require_cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "SecureNoise needs the package 'cryptography', which is missing: pip install 'dphero[secure]'."
-        ) from error
