@@ -169,6 +169,36 @@ def test_numerically_singular_and_skewed_bases_are_refused() -> None:
         Dense(u, torch.ones(8)).colour(torch.ones(7))
 
 
+@pytest.mark.parametrize("kind", ["Dense", "LowRank"])
+def test_a_known_defect_is_believed_and_judged_like_a_measured_one(kind: str) -> None:
+    u, v = (
+        basis(8, 8 if kind == "Dense" else 3, 0, torch.float32),
+        torch.tensor([1.0, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]),
+    )
+
+    def made(u: Tensor, condition: float, defect: float | None) -> Factor:
+        scales = v * 10 / condition
+        scales[0] = 1.0
+        if kind == "Dense":
+            return Dense(u, scales, defect=defect)
+        return LowRank(u, scales[:3], 1 / condition, defect=defect)
+
+    assert made(u, 10.0, None).dtype == made(u, 10.0, 1e-6).dtype == torch.float32
+    assert made(u, 300.0, None).dtype == made(u, 300.0, 2.4e-7).dtype == torch.float32
+    assert made(u, 300.0, 1e-6).dtype == torch.float64  # orthonormalised anew
+    for bad in (0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="orthonormal"):
+            made(u, 10.0, bad)
+    with pytest.raises(ValueError, match="orthonormal"):
+        made(1.1 * u, 10.0, None)
+    # What a checkpoint says is not believed.
+    state = made(1.1 * u, 10.0, 1e-7).state()
+    with pytest.raises(ValueError, match="orthonormal"):
+        Factor.from_state(state)
+    with pytest.raises(ValueError, match="no 'defect'"):
+        Factor.from_state({**state, "defect": 1e-7})
+
+
 SHAPES = st.sampled_from([(), (1,), (6,), (4, 5), (1, 3), (3, 1), (5, 2, 3, 1)])
 SIDES = st.sampled_from(["none", "left", "right", "both", "flat"])
 

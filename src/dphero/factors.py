@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -98,6 +99,8 @@ class Factor(ABC):
         kinds: dict[str, type[Factor]] = {c.__name__: c for c in (Scalar, Diagonal, Dense, LowRank, Singular)}
         if state.get("kind") not in kinds:
             raise ValueError(f"unknown kind of factor {state.get('kind')!r}: expected one of {', '.join(kinds)}")
+        if "defect" in state:  # a claim about the basis: here it is measured
+            raise ValueError("the state of a factor has no 'defect': take what `state` returned, as it is")
         return kinds[state["kind"]](**{name: value for name, value in state.items() if name != "kind"})
 
     def _values(self) -> dict[str, Any]:
@@ -118,10 +121,10 @@ class Factor(ABC):
             )
 
     def _rounded(self, scales: Tensor, basis: Tensor, *more: float) -> Tensor:
-        """Returns scales as the basis is, admitted before they travel: a look at a GPU's numbers waits for it."""
-        rounded = scales.detach().to(basis.dtype)
+        """Returns scales in the basis's precision, where they are admitted once more."""
+        rounded = scales.to(basis.dtype)
         self._admit(rounded, *more)
-        return rounded.to(basis.device)
+        return rounded
 
 
 class Scalar(Factor):
@@ -161,19 +164,27 @@ class Diagonal(Factor):
 
 
 class Dense(Factor):
-    """A = U diag(v) U^T for a full orthonormal basis U; both k x k matrices, A and A^-1, are formed once."""
+    """A = U diag(v) U^T for a full orthonormal basis U; both k x k matrices, A and A^-1, are formed once.
+
+    Args:
+        basis: U.
+        scales: v.
+        defect: how far U^T U is from I at most, for those who know: measuring it waits for a GPU. None: measured.
+    """
 
     _arguments = ("basis", "scales")
 
-    def __init__(self, basis: Tensor, scales: Tensor):
+    def __init__(self, basis: Tensor, scales: Tensor, *, defect: float | None = None):
         if basis.dim() != 2 or basis.shape[0] != basis.shape[1] or scales.shape != basis.shape[:1]:
             raise ValueError(f"Dense needs basis k x k and scales k, not {(*basis.shape,)} and {(*scales.shape,)}")
+        scales = scales.detach().cpu()
         self._admit(scales)
-        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
-        self.scales = self._rounded(scales, self.basis)
+        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest, defect)
+        scales = self._rounded(scales, self.basis)
         self.size, self.dtype = len(basis), self.basis.dtype
-        self.matrix = (self.basis * self.scales) @ self.basis.mT
-        self.inverse = (self.basis / self.scales) @ self.basis.mT
+        rows = _sent([scales, scales.reciprocal()], self.basis.device)
+        self.scales = rows[0]
+        self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix
@@ -214,25 +225,34 @@ class LowRank(Factor):
     """A = s (I + U (diag(v / s) - I) U^T): scale v_i along r orthonormal directions, s along all others.
 
     Costs two thin matrix products (2 k r for a vector) and needs no full eigendecomposition.
+
+    Args:
+        basis: U, k x r.
+        scales: v.
+        rest: s.
+        defect: how far U^T U is from I at most, for those who know: measuring it waits for a GPU. None: measured.
     """
 
     _arguments = ("basis", "scales", "rest")
 
-    def __init__(self, basis: Tensor, scales: Tensor, rest: float):
+    def __init__(self, basis: Tensor, scales: Tensor, rest: float, *, defect: float | None = None):
         if basis.dim() != 2 or not 0 < basis.shape[1] < basis.shape[0] or scales.shape != basis.shape[1:]:
             shapes = f"{(*basis.shape,)} and {(*scales.shape,)}"
             raise ValueError(f"LowRank needs basis k x r and scales r with 0 < r < k, not {shapes}")
-        self.rest = float(rest)
+        self.rest, scales = float(rest), scales.detach().cpu()
         self._admit(scales, self.rest)
-        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest)
-        self.scales = self._rounded(scales, self.basis, self.rest)
+        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest, defect)
+        scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
-        self._spread = self.basis * (self.scales - self.rest)
-        self._gather = self.basis * (1.0 / self.scales - 1.0 / self.rest)
-        self._inverse_squares = self.scales.square().reciprocal() - self.rest**-2
         # s z + U sqrt(v^2 - s^2) z' has covariance A^2, and takes one product; where a v_i is below s there is no root.
-        wider = self.smallest >= self.rest
-        self._dispersion = self.basis * (self.scales.square() - self.rest**2).sqrt() if wider else None
+        squares = scales.square()
+        roots = [(squares - self.rest**2).sqrt()] if self.smallest >= self.rest else []
+        outer = [scales - self.rest, scales.reciprocal() - 1.0 / self.rest, *roots]
+        rows = _sent([scales, squares.reciprocal() - self.rest**-2, *outer], self.basis.device)
+        self.scales, self._inverse_squares = rows[0], rows[1]
+        turned = (self.basis * rows[2:, None]).unbind()
+        self._spread, self._gather = turned[:2]
+        self._dispersion = turned[2] if roots else None
         # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
         self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= _TOLERANCE
 
@@ -290,21 +310,32 @@ def _times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1
     return torch.baddbmm(add.reshape(len(flat), *add.shape[-2:]), spread, flat, beta=beta).reshape(add.shape)
 
 
-def _orthonormal(basis: Tensor, condition: float) -> Tensor:
+def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns rows from the CPU, stacked, on the device: one journey, and none is waited for."""
+    return torch.stack(list(rows)).to(device, non_blocking=device.type == "cuda")
+
+
+def _orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:
     """Returns the basis, in float64 and orthonormalised anew where A's condition number needs that."""
     basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
-    defect = _defect(basis)
+    defect = orthonormality_defect(basis) if defect is None else defect
     if not defect < 1e-2:
         raise ValueError(f"the basis of a factor must be orthonormal, and U^T U differs from I by {defect:.3g}")
     if condition * defect > _TOLERANCE:
         # The signs of the columns may change; U diag(v) U^T does not.
         basis = torch.linalg.qr(basis.double())[0]
-        if condition * _defect(basis) > _TOLERANCE:
+        if condition * orthonormality_defect(basis) > _TOLERANCE:
             raise ValueError(f"condition number {condition:.3g} is singular even in float64: give the spectrum a floor")
     return basis
 
 
-def _defect(basis: Tensor) -> float:
-    gram = basis.mT @ basis
+def orthonormality_defect(basis: Tensor) -> float:
+    """Returns the largest entry of U^T U - I, or 2 eps if that is more; NaN where U is not finite.
+
+    Products with the best of bases round, hence 2 eps. Measured in float64, so that a basis rounded from an orthonormal
+    one has exactly that. It waits for a GPU.
+    """
+    wide = basis.double()
+    gram = wide.mT @ wide
     gram.diagonal().sub_(1.0)
-    return max(float(gram.abs().max()), torch.finfo(basis.dtype).eps)
+    return max(float(gram.abs().max()), 2.0 * torch.finfo(basis.dtype).eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dphero.factors import Diagonal, Scalar
 from dphero.geometry import Geometry
-from dphero.guidance import spectra
+from dphero.guidance import spectra, subspace
 from dphero.guidance.base import Axis, as_matrix
 
 
@@ -175,9 +175,9 @@ class LeadingMoment(Average):
         """Adds x x^T / columns - variance N, where x is the view of the gradient."""
         x, noise = as_matrix(gradient, self.axis), axis_noise(geometry, self.axis, gradient)
         size, columns = x.shape
-        width = spectra.width(size, self.components)
+        width = subspace.width(size, self.components)
         if not self.tensors:
-            basis, value, total = spectra.first_basis(size, width).to(x), x.new_zeros(width), x.new_zeros(())
+            basis, value, total = subspace.first_basis(size, width).to(x), x.new_zeros(width), x.new_zeros(())
         else:
             basis, value, total = (self.tensors[name].to(x) for name in ("basis", "value", "total"))
         rest = (total - value.sum()) / max(size - width, 1)

@@ -1,0 +1,149 @@
+"""Subspace iteration: right values, orthonormal bases, the safe way where needed, few orders and waits for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from dphero.factors import Factor, LowRank
+from dphero.guidance import PCA, Block, Released, spectrum, subspace
+from dphero.guidance.subspace import Iterations, Ritz
+from tests.guidance.far import Far, Orders
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def layer(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A weight with four strong directions above a random bulk."""
+    strong = randn(rows, 4, seed=seed + 100) @ randn(4, columns, seed=seed + 200)
+    return ((randn(rows, columns, seed=seed) + strong) / columns**0.5).to(dtype)
+
+
+def iterated(matrices: Sequence[Tensor], starts: Sequence[Tensor | None] | None = None, kept: int = 16) -> list[Ritz]:
+    return Iterations(matrices, starts or [None] * len(matrices), [kept] * len(matrices)).results()
+
+
+def defect(basis: Tensor) -> float:
+    wide = basis.double()
+    return float((wide.mT @ wide - torch.eye(wide.shape[1])).abs().max())
+
+
+def ritz_values(matrix: Tensor, basis: Tensor) -> Tensor:
+    """The values that belong to the span of a basis, by the definition."""
+    inner = torch.linalg.qr(basis.double())[0].mT @ matrix.double()
+    return torch.linalg.eigvalsh(inner @ inner.mT).flip(0)
+
+
+def broken(kind: str) -> Tensor:
+    if kind == "low rank":
+        return (randn(100, 5) @ randn(5, 200)).float()
+    if kind == "narrow":
+        return randn(100, 9).float()
+    if kind == "zero":
+        return torch.zeros(100, 200)
+    if kind == "steep":  # the columns of M M^T Q point all along the first directions
+        return ((torch.linalg.qr(randn(100, 100))[0] * torch.arange(1, 101) ** -4.0) @ randn(100, 200, seed=1)).float()
+    return 1e-13 * randn(100, 200).float()  # vanishes when squared
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_bases_and_the_claimed_defect(dtype: torch.dtype) -> None:
+    shapes = [(100, 200), (150, 90), (100, 200), (100, 300)]  # three of them are stacked
+    weights = [layer(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+    found, wide = iterated(weights), dtype == torch.float64
+    for _ in range(3):  # warm, and moving
+        weights = [w + 0.02 * w.std() * randn(*w.shape, seed=9).to(dtype) for w in weights]
+        found = iterated(weights, [each.basis for each in found])
+    for w, each in zip(weights, found, strict=True):
+        assert each.basis.shape == (len(w), 24) and each.basis.dtype == dtype
+        assert each.defect is not None and defect(each.basis) <= each.defect < (1e-11 if wide else 3e-7)
+        precision = torch.finfo(dtype).eps * 20
+        torch.testing.assert_close(
+            each.values, ritz_values(w, each.basis), rtol=0, atol=precision * float(each.values[0])
+        )
+        assert each.total == pytest.approx(float(w.double().square().sum()), rel=1e-6)
+        assert torch.allclose(each.values[:4], spectrum(w)[:4], rtol=1e-3)
+        assert float(each.values.sum()) <= each.total
+
+
+def test_a_matrix_finds_the_same_alone_and_in_company() -> None:
+    weights = [layer(100, 200, seed) for seed in range(3)]
+    for w, each in zip(weights, iterated(weights), strict=True):
+        (alone,) = iterated([w])
+        torch.testing.assert_close(alone.values, each.values, rtol=1e-5, atol=0)
+        assert torch.allclose(alone.basis @ alone.basis.mT, each.basis @ each.basis.mT, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["low rank", "narrow", "zero", "steep", "tiny"])
+def test_dependent_columns_take_the_safe_way(kind: str) -> None:
+    bad, good = broken(kind), layer(100, 200, seed=3)
+    for starts in (None, [each.basis for each in iterated([bad, good])]):
+        low, full = iterated([bad, good], starts)
+        assert low.defect is None and full.defect is not None
+        assert defect(low.basis) < 1e-5 and defect(full.basis) < full.defect
+        top = float(low.values[0])
+        torch.testing.assert_close(low.values, ritz_values(bad, low.basis), rtol=0, atol=1e-5 * top)
+        assert torch.allclose(full.values[:4], spectrum(good)[:4], rtol=1e-3)
+
+
+def test_nearly_equal_columns_are_not_trusted() -> None:
+    w = layer(100, 200, seed=0)
+    (first,) = iterated([w])
+    start = first.basis.clone()
+    start[:, 1] = start[:, 0] + 1e-3 * start[:, 1]  # as no iteration returns it: its sweep has a growth of 1e6
+    (found,) = iterated([w], [start])
+    assert found.defect is None and defect(found.basis) < 1e-5
+    torch.testing.assert_close(found.values, ritz_values(w, found.basis), rtol=0, atol=1e-5 * float(found.values[0]))
+
+
+def test_values_that_are_not_finite_are_told() -> None:
+    bad, good = layer(100, 200, seed=0), layer(100, 200, seed=1)
+    bad[3, 4] = torch.inf
+    spoilt, sound = iterated([bad, good])
+    assert not torch.tensor(spoilt.total).isfinite() and torch.tensor(sound.total).isfinite()
+    assert sound.values.isfinite().all() and sound.basis.isfinite().all()
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------
+
+SHAPES = [(10, 40), (32, 90), (32, 90), (64, 100), (100, 64), (100, 200), (100, 200), (150, 100), (150, 300)]
+
+
+def refreshed(guidance: PCA, weights: Sequence[Tensor]) -> list[Factor]:
+    blocks = tuple(Block(f"w{number}", w) for number, w in enumerate(weights))
+    lefts = [geometry.left for geometry in guidance.geometry(Released(0, blocks, 1.0)).values()]
+    return [left for left in lefts if left is not None]
+
+
+def test_a_renewal_gives_a_gpu_few_orders_and_waits_for_it_thrice() -> None:
+    near = [layer(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
+    far = [Far(w.clone()) for w in near]
+    here, there, orders = PCA(), PCA(), Orders()
+    for _ in range(2):
+        expected = refreshed(here, near)
+        orders = Orders()
+        with orders:
+            found = refreshed(there, far)
+        for number, (w, other) in enumerate(zip(near, far, strict=True)):
+            other.near.copy_(w.add_(0.01 * randn(*w.shape, seed=50 + number).float()))
+    for mine, theirs in zip(found, expected, strict=True):
+        for name, value in vars(theirs).items():  # a GPU is asked for what the CPU does
+            got = vars(mine)[name]
+            assert torch.equal(got.near, value) if isinstance(value, Tensor) else got == value, name
+    assert sum(isinstance(factor, LowRank) for factor in found) == 5
+    assert sum(orders.waits.values()) <= 3, orders.waits  # exact grams; float32 and float64 of the iterations
+    # An exact one takes four (gram, scales, two products), one by iteration seven (five, scales, product).
+    assert sum(orders.given.values()) <= 4 * 4 + 7 * 5 + 26, orders.given
+
+
+def test_a_low_rank_weight_on_a_gpu_takes_the_safe_way() -> None:
+    with Orders() as orders:
+        far, full = iterated([Far(broken("low rank")), Far(layer(100, 200, seed=3))])
+    near, _ = iterated([broken("low rank"), layer(100, 200, seed=3)])
+    assert far.defect is None and full.defect is not None and torch.equal(far.values, near.values)
+    assert orders.waits["aten.linalg_qr"] == 2 * (subspace._COLD_SWEEPS - 1) + 1
