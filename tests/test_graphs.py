@@ -402,6 +402,7 @@ def test_a_live_geometry_follows(kind: str) -> None:
     replay()
     expected = [second["w"].whiten(x), second["w"].colour(x), second["w"].square_norm(x)]
     torch.testing.assert_close(results, expected)
+    assert float(w.smallest) == pytest.approx(second["w"].smallest)
 
 
 def test_a_live_geometry_notices_another_form() -> None:

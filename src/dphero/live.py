@@ -15,7 +15,7 @@ from dphero.geometry import Geometry
 __all__ = ["LiveGeometry"]
 
 _KINDS = (Dense, Diagonal, LowRank, Scalar)
-_NOT_COMPUTED_WITH = ("smallest", "largest")
+_NOT_COMPUTED_WITH = ("largest",)
 _SIDES = ("left", "right", "flat")
 
 

@@ -123,15 +123,15 @@ class Convolution(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None or geometry.right is not None or self.arguments.groups > 1:
             return Explicit(self.instantiate()).square_norms(geometry)
-        if self._gram_is_cheaper():
+        if self.gram_is_cheaper():
             with products_in(self.delta, short=False):
                 return self._gram_norms(geometry.left)
         with products_in(self.delta, short=torch.backends.cudnn.allow_tf32):  # as torch's own convolutions
             # whitening acts on positions or on columns, whichever are fewer
             early = prod(self.delta.shape[2:]) < prod(self.shape[1:])
             if early:
-                return self._form(geometry.left, None, keep=self._worth_keeping())
-            return self._form(None, geometry.left, keep=self._worth_keeping())
+                return self._form(geometry.left, None, keep=self.worth_keeping())
+            return self._form(None, geometry.left, keep=self.worth_keeping())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._slabs is None:
@@ -150,7 +150,7 @@ class Convolution(Piece):
         self._room.forget()  # what is returned may outlive this piece
         return self._as_weight(self._slabs)
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor) -> Convolution:
         if self._slabs is None:
             return Convolution(self.x[keep], self.delta[keep], self.arguments)
         part = Convolution(self._slabs, self._slabs, self.arguments)
@@ -190,7 +190,7 @@ class Convolution(Piece):
             del self.x, self.delta
         return (norms[0] if len(norms) == 1 else torch.cat(norms, 1)).square_().sum(0)
 
-    def _worth_keeping(self) -> bool:
+    def worth_keeping(self) -> bool:
         """Tell whether to keep the gradients for the sum, or to keep what they are made of and sum natively.
 
         On a CPU the second product costs more than the memory; on a GPU the smaller of the two is kept.
@@ -208,7 +208,8 @@ class Convolution(Piece):
             return apart[0]
         return apart.movedim(0, 3)
 
-    def _gram_is_cheaper(self) -> bool:
+    def gram_is_cheaper(self) -> bool:
+        """Tell whether norms are taken by the Gram trick: in full precision, no gradient formed."""
         if self._slabs is not None or self.arguments.groups > 1:
             return False
         rows, columns, positions = self.shape[0], prod(self.shape[1:]), prod(self.delta.shape[2:])

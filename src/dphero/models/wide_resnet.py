@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.geometry import Geometry
+from dphero.factors import Scalar
+from dphero.geometry import Geometry, identity
 from dphero.layers import register
-from dphero.layers.convolution import conv_piece, convolution_arguments
+from dphero.layers.convolution import Convolution, convolution_arguments
+from dphero.layers.room import Room
 from dphero.pieces import Explicit, Piece, products_in
 from dphero.sites import Call
 
@@ -29,13 +31,16 @@ __all__ = ["StandardisedConv2d", "wide_resnet"]
 
 _EPSILON = 1e-4
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
-"""Elements of per-example gradients to handle at a time."""
+"""Elements of per-example gradients to handle at a time, where they are formed."""
 _ROUNDINGS = 32
-"""Units of rounding that the sums over a channel's weights may be off by."""
+"""Units of rounding that a sum in full precision may be off by, beside what its terms add up to without their signs."""
 
 
 class StandardisedConv2d(nn.Conv2d):
-    """A convolution without bias whose weights are standardised for each output channel."""
+    """A convolution without bias whose weights are standardised for each output channel.
+
+    While the model is private, its output is needed again, so nothing may change that in place.
+    """
 
     def __init__(self, inner: int, outer: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inner, outer, kernel, stride, padding=kernel // 2, bias=False)
@@ -59,33 +64,39 @@ def standardised_convolution(call: Call, x: Tensor) -> Tensor:
     weight, scale = _standardise(call["weight"])
     assert not isinstance(module.padding, str)
     arguments = convolution_arguments(weight, module.stride, module.padding, 1, 1)
+    room = call.site.memory.setdefault("room", Room())
 
-    def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
-        # the sum made anew costs a CPU more than the memory; elsewhere, keep whatever is smaller
-        keep = x.device.type == "cpu" or len(x) * weight.numel() <= x.numel() + delta.numel()
-        return {"weight": Standardised(conv_piece(x, delta, arguments), len(x), weight, scale, keep=keep)}
+    def make(delta: Tensor, x: Tensor, out: Tensor | None = None) -> dict[str, Piece]:
+        return {"weight": Standardised(Convolution(x, delta / scale.view(-1, 1, 1), arguments, room), weight, out)}
 
-    return call.tap(lambda: F.conv2d(x, weight, None, module.stride, arguments.padding), make, x)
+    out = F.conv2d(x, weight, None, module.stride, arguments.padding)
+    # under autocast the output is rounded too much to be of use
+    return call.tap(lambda: out, make, *((x, out) if out.dtype == weight.dtype else (x,)))
 
 
 class Standardised(Piece):
-    """The per-example gradients g of a weight, from those of the standardised one, ĝ.
+    """The per-example gradients g of a weight, from those of the standardised one.
 
-    Standardising is undone for each example where its norm is taken, but only once for the sum, since it is linear.
-    What it takes away may be much larger than what it leaves, so that the sum's rounding, small beside ĝ, would not be
-    small beside g: the norms leave room for it.
+    With h = ĝ / s, c its mean times √m and a = ⟨ŵ, h⟩, both for each output channel,
+
+        g = h − c/√m − a ŵ
+        ‖g‖² = Σ_channels ‖h‖² − c² − (2 − ‖ŵ‖²) a² + 2 c a (Σŵ)/√m
+
+    The sum is linear, so this is undone once for all examples. Where no geometry mixes the coordinates, the norms
+    follow from ‖h‖ and two short sums, with no gradient formed; otherwise g is formed for some examples at a time.
+
+    What is taken away may be much larger than what is left, so that a rounding that is small beside h is not small
+    beside g: the norms leave room for it. Hence for each example: ‖g in the sum‖ ≤ (1 + ``rounding``) · norm.
 
     Args:
-        inner: The gradients ĝ.
-        rows: Number of examples.
+        inner: The gradients h: those of an ordinary convolution with output gradient δ / s.
         weight: ŵ.
-        scale: s.
-        keep: Form all ĝ at once, and keep them for the sum; otherwise some at a time, and the sum is made anew.
+        out: The convolution's output, if it is at hand in full precision.
     """
 
-    def __init__(self, inner: Piece, rows: int, weight: Tensor, scale: Tensor, *, keep: bool) -> None:
-        self.inner, self.rows, self.weight, self.scale, self.keep = inner, rows, weight, scale, keep
-        self.shape = inner.shape
+    def __init__(self, inner: Convolution, weight: Tensor, out: Tensor | None = None) -> None:
+        self.inner, self.weight, self.shape, self._out = inner, weight, inner.shape, out
+        self._error = inner.rounding  # of the format; inner's becomes 0 where its norm and sum see the same numbers
 
     @property
     def rounding(self) -> float:  # type: ignore[override]
@@ -96,7 +107,11 @@ class Standardised(Piece):
         return self._undone(self.inner.instantiate())[0]
 
     def square_norms(self, geometry: Geometry) -> Tensor:
-        squares = [self.weight.new_empty(0)]
+        out, self._out = self._out, None
+        factors = (geometry.left, geometry.right, geometry.flat)
+        if all(factor is None or isinstance(factor, Scalar) for factor in factors):
+            return self._unformed(out) / geometry.smallest**2
+        squares = []
         for gradients in self._some_at_a_time():
             kept, taken = self._undone(gradients)
             error = self.inner.rounding + _ROUNDINGS * torch.finfo(kept.dtype).eps
@@ -108,24 +123,61 @@ class Standardised(Piece):
         return self._undone(self.inner.weighted_sum(weights).unsqueeze(0))[0][0]
 
     def take(self, keep: Tensor) -> Piece:
-        return Standardised(self.inner.take(keep), int(keep.sum()), self.weight, self.scale, keep=self.keep)
+        return Standardised(self.inner.take(keep), self.weight)
+
+    def _unformed(self, out: Tensor | None) -> Tensor:
+        """Return ‖g‖², with room for rounding: a from the convolution's output, c from that with a kernel of ones."""
+        x, delta, weight, arguments = self.inner.x, self.inner.delta, self.weight, self.inner.arguments
+        kernel, root = weight.shape[2:], weight[0].numel() ** 0.5
+        if out is None:
+            out = F.conv2d(x, weight, None, arguments.stride, arguments.padding)
+        ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
+        with products_in(delta, short=False):
+            mean = torch.bmm(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / root
+        along = (delta * out).sum((2, 3))
+        size, tilt = weight.square().sum((1, 2, 3)), weight.sum((1, 2, 3)) / root
+        turned = ((2 - size) * along.square()).sum(1)
+        taken = turned + (mean * (mean - 2 * tilt * along)).sum(1)
+
+        # Write e for `error`, t² for what is taken away and b² for ŵ's share of it. Two products in the format at hand
+        # differ by e ‖h‖ at most, so one is off by half of that. Sums in full precision lose at most `fine`: the terms
+        # of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1). So, beside `fine`,
+        #   - ‖h‖² may be too small by e ‖h‖² = e ‖g‖² + e t² (not by Gram, which takes full precision),
+        #   - t² may be too large by e b ‖h‖, as a is off (c is not: it has no short product),
+        #   - the sum makes h anew: that adds e/2 ‖h‖ ≤ e/2 (‖g‖ + t) to ‖g‖.
+        # The shares of ‖g‖ make e ‖g‖, for which `rounding` stands; there must be room for the others, and there is
+        # twice as much. Where the sum sees the same h, and `rounding` is 0, only t² errs (c and a belong to
+        # another h), by e (t + 2b) ‖h‖ at most, and the same room is enough.
+        terms = torch.linalg.vector_norm(x.flatten(1), dim=1) * torch.linalg.vector_norm(delta.flatten(1), dim=1)
+        fine = terms * (_ROUNDINGS * torch.finfo(x.dtype).eps * kernel.numel() ** 0.5)
+        error, whole_error = self._error, 0.0 if self.inner.gram_is_cheaper() else self._error
+        squares = self.inner.square_norms(identity(self.shape))
+        whole, part = squares.sqrt(), taken.sqrt()
+        room = whole_error * taken + error * turned.sqrt() * whole + fine * (2 * part + whole + fine)
+        norms = (squares - taken).clamp_(min=0).add_(room, alpha=2).sqrt_()
+        return norms.add_(error * part + 2 * fine).square_()
 
     def _some_at_a_time(self) -> Iterator[Tensor]:
         some = max(1, (_CPU_BUFFER if self.weight.device.type == "cpu" else _GPU_BUFFER) // self.weight.numel())
-        if self.keep:
-            yield from self.inner.instantiate().split(some)
+        x, delta, short = self.inner.x, self.inner.delta, torch.backends.cudnn.allow_tf32  # as torch's convolutions
+        if self.inner.worth_keeping():
+            with products_in(delta, short=short):
+                gradients = self.inner.instantiate()
+            yield from gradients.split(some)
             return
-        number = torch.arange(self.rows, device=self.weight.device)
-        for first in range(0, self.rows, some):
-            yield self.inner.take((number >= first) & (number < first + some)).instantiate()
+        for first in range(0, len(x), some):
+            part = slice(first, first + some)
+            with products_in(delta, short=short):
+                gradients = Convolution(x[part], delta[part], self.inner.arguments).instantiate()
+            yield gradients
 
     def _undone(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return g from ĝ, of shape ``(n, *shape)``, and for each example the norm of what it takes away.
+        """Return g from h, of shape ``(n, *shape)``, and for each example the norm of what it takes away.
 
         It takes away what lies in the plane of two orthogonal directions: 1/√m in every entry, and ŵ.
         """
         dtype = torch.promote_types(gradients.dtype, torch.float32)
-        weight, scale = self.weight.to(dtype), self.scale.to(dtype).view(-1, 1)
+        weight = self.weight.to(dtype)
         level = weight[0].numel() ** -0.5
         left = gradients.to(dtype, copy=True)  # in the same order of memory
         if not _in_slabs(left):
@@ -137,8 +189,8 @@ class Standardised(Piece):
             products = [torch.einsum("nrc,rc->nr", part, weights[0]) for part, weights in parts]
             along = torch.stack(products).sum(0).unsqueeze(2)
         for part, weights in parts:
-            part.sub_(mean * level).addcmul_(along, weights, value=-1).div_(scale)
-        return left, ((mean.square() + along.square()) / scale.square()).sum((1, 2)).sqrt_()
+            part.sub_(mean * level).addcmul_(along, weights, value=-1)
+        return left, (mean.square() + along.square()).sum((1, 2)).sqrt_()
 
 
 def _in_slabs(gradients: Tensor) -> bool:
