@@ -167,8 +167,8 @@ def test_both_phases_are_in_one_ledger_and_within_one_budget() -> None:
         take(trainer, 3)
 
 
-def test_the_probe_trains_the_last_layer_alone_with_its_own_rate() -> None:
-    trainer = start("dp-randp", noise_multiplier=1.0, epochs=2, options={**QUICK, "probe_lr": 0.25})
+def test_the_last_layer_is_trained_alone_first_and_has_rates_of_its_own() -> None:
+    trainer = start("dp-randp", noise_multiplier=1.0, epochs=2, options={**QUICK, "probe_lr": 0.25, "head_lr": 0.5})
     take(trainer, 1)
     trained = trainer.task.module
     body = trained.state_dict()["0.weight"].clone()
@@ -176,7 +176,9 @@ def test_the_probe_trains_the_last_layer_alone_with_its_own_rate() -> None:
     take(trainer, 2)
     assert trainer.phase == "probe" and torch.equal(trained.state_dict()["0.weight"], body)
     take(trainer, 1)
-    assert trainer.phase == "fine-tuning" and trainer.trainer.optimizer.param_groups[0]["lr"] == 1.0
+    assert trainer.phase == "fine-tuning"
+    assert [group["lr"] for group in trainer.trainer.optimizer.param_groups] == [1.0, 0.5]
+    assert trainer.trainer.optimizer.param_groups[1]["params"] == list(trainer.head.linear.parameters())
     assert not torch.equal(trained.state_dict()["0.weight"], body) and trainer.step == 4
 
 
@@ -213,7 +215,12 @@ def test_the_phases_draw_different_noise_and_lots(seed: int | None) -> None:
 
 @pytest.mark.parametrize("before", [0, 1, 3, 4], ids=["first", "probe", "last of the probe", "fine-tuning"])
 def test_resumes_exactly(before: int, tmp_path: Path) -> None:
-    resumes_exactly(lambda: start("dp-randp", noise_multiplier=1.0, epochs=4, options=QUICK), tmp_path, before, 4)
+    resumes_exactly(
+        lambda: start("dp-randp", noise_multiplier=1.0, epochs=4, options={**QUICK, "head_lr": 2.0}),
+        tmp_path,
+        before,
+        4,
+    )
 
 
 def test_without_a_seed_a_killed_run_repeats_its_noise(tmp_path: Path) -> None:
@@ -264,7 +271,14 @@ def test_vectors_are_no_images() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"process": "clouds"}, {"pretrain_steps": -1}, {"pretrain_batch": 1}, {"probe": 1.5}, {"probe_lr": 0.0}],
+    [
+        {"process": "clouds"},
+        {"pretrain_steps": -1},
+        {"pretrain_batch": 1},
+        {"probe": 1.5},
+        {"probe_lr": 0.0},
+        {"head_lr": -1.0},
+    ],
 )
 def test_bad_options(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

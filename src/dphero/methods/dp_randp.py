@@ -141,10 +141,20 @@ class _RandPTrainer(Trainer):
             module=self.head.linear if phase == _PROBE else None,
             train=self._embedded() if phase == _PROBE else None,
             noise_multiplier=self.noise_multiplier,
+            optimizer=self._optimizer() if phase == _TUNE else None,
             engine=self.engine,
             seed=self.seeds.get(phase),
             options={"guidance": "isotropic"},
         )
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The recipe's optimizer for the whole network, with a learning rate of its own for the last layer."""
+        optimizer = self.task.optimizer(self.task.module)
+        if self.method.head_lr is not None:
+            (group,), last = optimizer.param_groups, list(self.head.linear.parameters())
+            group["params"] = [one for one in group["params"] if all(one is not other for other in last)]
+            optimizer.add_param_group({"params": last, "lr": self.method.head_lr})
+        return optimizer
 
     @torch.no_grad()
     def _embedded(self) -> TensorDataset:
@@ -225,6 +235,7 @@ class DPRandP(Method):
         pretrain_batch: Synthetic images in a step.
         probe: Share of the private steps that trains the last layer alone; 0.11 in the paper.
         probe_lr: Learning rate of that; the recipe's unless given.
+        head_lr: Learning rate of the last layer when all layers are trained; the recipe's unless given.
     """
 
     card: ClassVar[Card] = Card(
@@ -248,10 +259,17 @@ class DPRandP(Method):
             "model": "wrn-16-4",
             "lot": 4096,
             "epochs": 20,
-            "lr": 1.0,
+            "lr": 2.0,
             "clip": 1.0,
             "momentum": 0.0,
-            "options": {"pretrain_steps": 1500, "pretrain_batch": 512, "probe": 0.25, "probe_lr": 1.0},
+            "options": {
+                "process": "network",
+                "pretrain_steps": 12000,
+                "pretrain_batch": 512,
+                "probe": 0.15,
+                "probe_lr": 30.0,
+                "head_lr": 10.0,
+            },
         },
     }
 
@@ -260,6 +278,7 @@ class DPRandP(Method):
     pretrain_batch: int = 256
     probe: float = 0.11
     probe_lr: float | None = None
+    head_lr: float | None = None
 
     def __post_init__(self) -> None:
         one_of("process", self.process, tuple(PROCESSES))
@@ -269,8 +288,9 @@ class DPRandP(Method):
             raise ValueError(f"pretrain_batch must be at least 2, got {self.pretrain_batch}")
         if self.probe != 0 and not positive("probe (if not 0)", self.probe) <= 1:
             raise ValueError(f"probe is a share of the steps, at most 1, got {self.probe!r}")
-        if self.probe_lr is not None:
-            positive("probe_lr", self.probe_lr)
+        for name in ("probe_lr", "head_lr"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
 
     def network(self, model: nn.Module) -> nn.Module:
         """Return the network with a fixed map before its last layer."""

@@ -31,6 +31,7 @@ class PrivateTrainer(Trainer):
         train: The examples it takes, instead of the task's.
         noise_multiplier: σ, where the method calibrates it by itself; the recipe's ε, if given, is kept as a limit.
         besides: Further releases that the method will record in :attr:`ledger`; the recipe's ε has to cover them too.
+        optimizer: Of the module's parameters, instead of the recipe's.
         engine: Goes on with an engine, and its ledger, that has trained another module; needs ``noise_multiplier``.
         seed: Instead of the recipe's.
         options: Arguments of ``make_private``: the method's choices. Where the recipe makes a choice too
@@ -46,6 +47,7 @@ class PrivateTrainer(Trainer):
         train: TensorDataset | None = None,
         noise_multiplier: float | None = None,
         besides: Ledger | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         engine: PrivacyEngine | None = None,
         seed: int | None = None,
         options: Mapping[str, Any] | None = None,
@@ -64,7 +66,7 @@ class PrivateTrainer(Trainer):
             if value is not None
         }
         self.engine = PrivacyEngine(accountant=recipe.accountant) if engine is None else engine
-        self.optimizer = task.optimizer(self.module)
+        self.optimizer = task.optimizer(self.module) if optimizer is None else optimizer
         arguments: dict[str, Any] = {
             "module": self.module,
             "optimizer": self.optimizer,
