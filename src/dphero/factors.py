@@ -61,6 +61,11 @@ class Factor(ABC):
         """Returns how many further normals `disperse_` wants for each vector; 0: `colour_` is the way."""
         return 0
 
+    @property
+    def dispersed_by(self) -> float:
+        """What `disperse_` multiplies x by before it adds to it."""
+        raise NotImplementedError
+
     def disperse_(self, x: Tensor, further: Tensor, axis: int = -1) -> None:
         """Replaces x ~ N(0, I), in place, by noise of the law of A x, more cheaply than `colour_` does.
 
@@ -275,6 +280,11 @@ class LowRank(Factor):
     def further(self, dtype: torch.dtype) -> int:
         """Returns r, unless a direction gets less noise than the rest: then there is no shorter way."""
         return len(self.scales) if self._dispersion is not None and self.dtype == dtype else 0
+
+    @property
+    def dispersed_by(self) -> float:
+        """Returns s."""
+        return self.rest
 
     def disperse_(self, x: Tensor, further: Tensor, axis: int = -1) -> None:
         """Replaces x by s x + U diag(sqrt(v^2 - s^2)) further: one thin product, not two."""

@@ -107,8 +107,17 @@ class Geometry:
         wanted = self.right.further(dtype)
         return (self.rows, wanted) if wanted else None
 
+    @property
+    def dispersed_by(self) -> float:
+        """What `disperse_` multiplies z by before it adds to it; 1 for the identity."""
+        (factor,) = (f for f in (self.left, self.right) if f is not None) if not self.is_identity else (None,)
+        return 1.0 if factor is None else factor.dispersed_by
+
     def disperse_(self, z: Tensor, further: Tensor) -> None:
-        """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals."""
+        """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
+
+        What is in z besides, say a vector a, becomes `dispersed_by` * a.
+        """
         matrix = z.view(self.rows, self.columns)
         if self.left is not None:
             self.left.disperse_(matrix, further, axis=-2)

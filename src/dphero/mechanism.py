@@ -173,22 +173,23 @@ class Mechanism:
         self.ledger.record(self.next_event())
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
         onto = self._becoming_gradients(sums)
-        flat, gradients = self._room(without=onto)
+        flat, others = self._room(without=onto)
+        gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if count is None else [torch.empty((), dtype=torch.float64)]
         further = self._further(gradients)
-        keep = [1 / self.expected_lot] * len(onto)
+        # What comes next multiplies these by their geometry's `dispersed_by`: noise and sum alike.
+        keep = [1 / (self.expected_lot * self.noise_geometry[name].dispersed_by) for name in onto]
         self.noise.fill([*onto.values(), *flat, *further.values(), *query], scale, self.releases, keep)
         for name, noise in gradients.items():
             if name in further:
                 self.noise_geometry[name].disperse_(noise, further[name])
             elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
-        named = [name for name in gradients if name in sums]
+        named = [name for name in others if name in sums]
         if named:
             torch._foreach_add_(
-                [gradients[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
+                [others[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
             )
-        gradients = {name: onto[name] if name in onto else gradients[name] for name in self._parameters}
         self.releases += 1
         if self.guidance.needs_gradients:
             self._last = gradients
@@ -205,12 +206,17 @@ class Mechanism:
         return {name: gradients[name].new_empty(shape) for name, shape in shapes.items() if shape is not None}
 
     def _becoming_gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums that noise can be added to in place: it has no shape there, and they own their memory."""
+        """Return the sums that noise can be added to in place.
+
+        They own their memory, and to shape the noise then takes the sum along (``disperse_``) or does nothing.
+        """
         memory = Counter(total.untyped_storage().data_ptr() for total in sums.values())
         found = {}
         for name, parameter in self._parameters.items():
             total = sums.get(name)
-            if total is None or not self.noise_geometry[name].is_identity or not can_keep(total):
+            geometry = self.noise_geometry[name]
+            along = geometry.is_identity or geometry.further(parameter.dtype) is not None
+            if total is None or not along or not can_keep(total):
                 continue
             storage = total.untyped_storage()
             alone = storage.nbytes() == total.nbytes and memory[storage.data_ptr()] == 1

@@ -89,6 +89,25 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(unbroken, tmp_pat
     assert [line["step"] for line in directory.metrics] == [3, 6, 9, 12]
 
 
+def test_what_comes_before_the_first_step_is_seen_and_can_be_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPHERO_DATA", str(tmp_path))
+    options = {"pretrain_steps": 4, "pretrain_batch": 8, "probe": 0.5}
+    recipe = resolve({"data": "digits", "method": "dp-randp", "noise_multiplier": 1.0, "epochs": 1, "options": options})
+    directory, seen = RunDirectory.create(tmp_path / "run", recipe), []
+
+    def interrupt(progress):
+        seen.append((progress.step, progress.prepared))
+        if progress.prepared == 0.5:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="before the first step"):
+        train(directory, report=interrupt)
+    assert seen == [(0, 0.25), (0, 0.5)]
+    seen.clear()
+    train(RunDirectory.open(directory.path), report=lambda progress: seen.append((progress.step, progress.prepared)))
+    assert seen[:5] == [(0, 0.25), (0, 0.5), (0, 0.75), (0, 1.0), (1, None)] and directory.result["steps"] == 3
+
+
 def test_evaluations_after_the_checkpoint_are_forgotten(tmp_path):
     directory = begin(tmp_path / "run")
     for step in (3, 6, 9):
