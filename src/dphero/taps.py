@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from dphero.geometry import Geometry
 from dphero.graphs import Graphs
 from dphero.layout import Layout, arrange
+from dphero.maxpool import halves, max_pool
 from dphero.meetings import attached, follow
 from dphero.operation import Operation
 from dphero.pieces import Piece
@@ -87,6 +88,7 @@ class Taps:
             if parameter is not None and (parameter.requires_grad or id(parameter) in self._names)
         ]
         forwards = {site.module: self._site_forward(site) for site in self.sites}
+        forwards |= {child: self._pool_forward(child) for child in module.modules() if halves(child)}
         self.root_forward = forwards.get(module, module.forward)
         forwards[module] = eager(self._run_root)
         self._undo = [replace_forward(child, forward) for child, forward in forwards.items()]
@@ -197,6 +199,10 @@ class Taps:
             )
 
         return forward
+
+    def _pool_forward(self, module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+        return lambda x: max_pool(x, otherwise=original) if self.following else original(x)
 
     def _stand_in(self, slot: Slot) -> Tensor:
         """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
