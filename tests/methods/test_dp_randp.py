@@ -239,6 +239,13 @@ def test_without_a_seed_nobody_can_guess_the_noise() -> None:
     assert all(seed > 1 << 64 for seed in first.values())
 
 
+def test_a_network_that_is_not_the_recipes_is_taken_as_it_is() -> None:
+    task = make_task("dp-randp", noise_multiplier=1.0, options=QUICK)
+    own = with_head(nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10)))
+    trainer = make("dp-randp", QUICK).start(replace(task, model=own, module=own))
+    assert take(trainer, 1).model.get_parameter("1.weight").isfinite().all()
+
+
 def test_secure_runs_have_no_seeds(tmp_path: Path) -> None:
     runs = [
         take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=None, secure=True), 5) for _ in "ab"

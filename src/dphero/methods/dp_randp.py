@@ -59,6 +59,10 @@ class _Average:
         self.network.load_state_dict(self.mean.state_dict())
 
 
+def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in state.items()}
+
+
 class _RandPTrainer(Trainer):
     """Two private trainings, one after the other, on one engine: its ledger goes through both."""
 
@@ -120,8 +124,9 @@ class _RandPTrainer(Trainer):
         method, task = self.method, self.task
         shape = (task.images.shape[1], task.images.shape[2], task.images.shape[3])
         if method.pretrain_steps:
-            first = method.network(models.build(task.recipe.model, shape, task.classes))
-            task.module.load_state_dict(first.state_dict())
+            first = method.network(models.build(task.recipe.model, shape, task.classes)).state_dict()
+            if _shapes(first) == _shapes(task.module.state_dict()):  # unless the network is not the recipe's
+                task.module.load_state_dict(first)
             yield from pretrain(
                 task.module, self.head, shape, method.process, method.pretrain_steps, method.pretrain_batch
             )
