@@ -14,9 +14,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from dphero.precision import products_in
+
 __all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular"]
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
+_ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
+_CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
 
 
 class Factor(ABC):
@@ -46,8 +50,12 @@ class Factor(ABC):
         """Returns the diagonal of A A^T: the variance of each coordinate of coloured unit noise."""
 
     def act(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
-        """Returns A x, or A^-1 x if `inverse`, along `axis` (-1 or -2)."""
-        return self._apply(self._enter(x, axis), axis, inverse).to(x.dtype)
+        """Returns A x, or A^-1 x if `inverse`, along `axis` (-1 or -2), in full precision whatever the caller's is.
+
+        A shorter format's errors would be magnified by A's condition, and no norm leaves room for that.
+        """
+        with products_in(x, short=False):
+            return self._apply(self._enter(x, axis), axis, inverse).to(x.dtype)
 
     def colour(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns A x along `axis` (-1 or -2)."""
@@ -82,7 +90,8 @@ class Factor(ABC):
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||A^-1 x||^2 summed over `axis`, at least in float32."""
-        return self._apply(self._enter(x, axis), axis, inverse=True).square().sum(axis)
+        with products_in(x, short=False):
+            return self._apply(self._enter(x, axis), axis, inverse=True).square().sum(axis)
 
     def scaled(self, c: float) -> Self:
         """Returns the factor of c A, for c > 0."""
@@ -246,7 +255,7 @@ class LowRank(Factor):
             raise ValueError(f"LowRank needs basis k x r and scales r with 0 < r < k, not {shapes}")
         self.rest, scales = float(rest), scales.detach().cpu()
         self._admit(scales, self.rest)
-        self.basis = _orthonormal(basis.detach(), self.largest / self.smallest, defect)
+        self.basis = _orthonormal(basis.detach(), _CANCELLING * self.largest / self.smallest, defect)
         scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
         # s z + U sqrt(v^2 - s^2) z' has covariance A^2, and takes one product; where a v_i is below s there is no root.
@@ -295,13 +304,20 @@ class LowRank(Factor):
             x.addmm_(further, self._dispersion.mT, beta=self.rest)
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
-        """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed."""
-        if not self._short_norm:
-            return super().square_norm(x, axis)
+        """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed.
+
+        It is a difference, along a strong direction of much larger terms. So it leaves room for their rounding: a norm
+        that is too small would let an example through with more than its share.
+        """
+        whitened = None if self._short_norm else super().square_norm(x, axis)
         x = self._enter(x, axis)
-        inner = (x @ self.basis if axis == -1 else _times(self.basis.mT, x)).square_()
-        within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
-        whole = torch.linalg.vector_norm(x, dim=axis).square_() * self.rest**-2
+        room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(x.dtype).eps
+        if whitened is not None:
+            return whitened.sqrt_().add_(torch.linalg.vector_norm(x, dim=axis) * (room / self.rest)).square_()
+        with products_in(x, short=False):
+            inner = (x @ self.basis if axis == -1 else _times(self.basis.mT, x)).square_()
+            within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
+        whole = torch.linalg.vector_norm(x, dim=axis).square_() * ((1.0 + room) * self.rest**-2)
         return whole.add_(within).clamp_(min=0.0)
 
     def variance(self) -> Tensor:

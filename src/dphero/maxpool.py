@@ -16,18 +16,15 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["halves", "max_pool"]
 
+_PAIRS = [(2, 2), (2, 2), (0, 0), (1, 1)]  # kernel, stride, padding, dilation
+
 
 def halves(module: nn.Module) -> bool:
     """Tell whether a module takes the largest of each 2 × 2 numbers, and nothing else."""
     if type(module) is not nn.MaxPool2d or module.return_indices or module.ceil_mode:
         return False
-    settings = [module.kernel_size, module.stride, module.padding, module.dilation]
-    return [(each, each) if isinstance(each, int) else tuple(each) for each in settings] == [
-        (2, 2),
-        (2, 2),
-        (0, 0),
-        (1, 1),
-    ]
+    settings = (module.kernel_size, module.stride, module.padding, module.dilation)
+    return [(each, each) if isinstance(each, int) else tuple(each) for each in settings] == _PAIRS
 
 
 def max_pool(x: Any, otherwise: Callable[[Any], Tensor]) -> Tensor:

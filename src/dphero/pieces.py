@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dphero.factors import Factor
 from dphero.geometry import Geometry
+from dphero.precision import products_in
 
 __all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "gram_rounding", "products_in", "rounding"]
 
@@ -276,20 +276,6 @@ def gram_rounding(x: Tensor, terms: int) -> float:
     would let an example through unclipped. Four times √terms units of the last place is more than blocked sums lose.
     """
     return 4 * torch.finfo(x.dtype).eps * math.sqrt(terms)
-
-
-@contextmanager
-def products_in(x: Tensor, *, short: bool) -> Iterator[None]:
-    """Let a GPU round the factors of matrix products to TF32 or not, whatever its user set for his own."""
-    if x.device.type != "cuda":
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = short
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def rounding(x: Tensor, *, convolution: bool = False) -> float:
