@@ -239,7 +239,8 @@ def test_adaptive_clipping_sees_the_whole_lot(monkeypatch: Patch) -> None:
     add = LotSum.add
 
     def forgetful(self: LotSum, *args: Any) -> None:
-        self.count = torch.zeros((), dtype=torch.float64)
+        self._settle()
+        self._count = torch.zeros((), dtype=torch.float64)
         add(self, *args)
 
     monkeypatch.setattr(LotSum, "add", forgetful)

@@ -34,23 +34,40 @@ class Diagnostics:
 class LotSum:
     """Accumulates Σ_i w̄_i over the physical batches of a lot.
 
-    Attributes:
-        sums: Σ_i w̄_i in parameter space; a name that is missing stands for zero.
-        count: The count that an adaptive clip rule releases along, over the whole lot (zero for an empty one);
-            ``None`` for other rules.
-        diagnostics: Notes on what was added.
+    What was added last is *settled* when someone looks: only then is it known whether all its gradients are finite, and
+    on a GPU that has to be waited for.
     """
 
     def __init__(self, clipping: Clipping) -> None:
         self._clipping = clipping
-        self.diagnostics = Diagnostics()
+        self._diagnostics = Diagnostics()
+        self._added: _Added | None = None
         self.clear()
 
     def clear(self) -> None:
         """Start a new lot."""
-        self.sums: dict[str, Tensor] = {}
-        self.count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64)
+        self._settle()
+        self._sums: dict[str, Tensor] = {}
+        self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64)
         self._finite, self._norms = 0.0, 0.0  # number of finite gradients in this lot, and the sum of their norms
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Σ_i w̄_i in parameter space; a name that is missing stands for zero."""
+        self._settle()
+        return self._sums
+
+    @property
+    def count(self) -> Tensor | None:
+        """The count that an adaptive clip rule releases along, over the whole lot (zero for an empty one), or ``None``."""
+        self._settle()
+        return self._count
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """Notes on what was added."""
+        self._settle()
+        return self._diagnostics
 
     def add(self, batch: GradientBatch, real: int, scale: float) -> None:
         """Clip and add one physical batch.
@@ -71,6 +88,7 @@ class LotSum:
                     f"parameter {name!r} has gradients of {len(norms)} rows, but the private loader handed out "
                     f"{batch.rows}: call the model on the whole batch, one row per example"
                 )
+        self._settle()
         if real == 0 or not batch.pieces:
             return
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
@@ -80,25 +98,33 @@ class LotSum:
         keep = None
         if real < batch.rows:
             keep = torch.arange(batch.rows, device=finite.device) < real
-        # The sums are formed as if all were finite. Whether they are is known before: on a GPU, reading the answer then
+        # The sums are formed as if all were finite. Whether they are is asked before: on a GPU, reading the answer then
         # waits for the norms alone, and the sums are computed while Python goes on.
         squares, weights = self._weigh(batch, stacked)
         reading = _Reading(_numbers(stacked, finite, weights))
         sums = self._sum(batch, weights, keep, scale)
-        bad = self._note(reading, real)
-        if bad == real:
+        self._added = _Added(batch, real, scale, stacked, finite, squares, reading, sums)
+
+    def _settle(self) -> None:
+        """Take the batch that was added last into the lot, less what is not finite."""
+        if self._added is None:
             return
+        added, self._added = self._added, None
+        bad = self._note(added.reading, added.real)
+        if bad == added.real:
+            return
+        squares, sums = added.squares, added.sums
         if bad:
-            keep = torch.zeros(batch.rows, dtype=torch.bool, device=finite.device)
-            keep[:real] = finite
-            squares, weights = self._weigh(batch, stacked[:, finite])
-            sums = self._sum(batch, weights, keep, scale)
+            keep = torch.zeros(added.batch.rows, dtype=torch.bool, device=added.finite.device)
+            keep[: added.real] = added.finite
+            squares, weights = self._weigh(added.batch, added.stacked[:, added.finite])
+            sums = self._sum(added.batch, weights, keep, added.scale)
         for name, part in sums.items():
-            self.sums[name] = self.sums[name].add_(part) if name in self.sums else part
+            self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
         count = self._clipping.observe(squares)
         if count is not None:
-            assert self.count is not None
-            self.count = self.count.to(count.device) + count
+            assert self._count is not None
+            self._count = self._count.to(count.device) + count
 
     def _weigh(self, batch: GradientBatch, stacked: Tensor) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
         """Return ‖w_i‖² and the weights of some examples, by parameter."""
@@ -115,14 +141,39 @@ class LotSum:
         """Bring the diagnostics up to date; return how many gradients are not finite."""
         good, clipped, norm = reading.values()
         self._finite, self._norms = self._finite + good, self._norms + norm
-        seen = self.diagnostics
-        self.diagnostics = Diagnostics(
+        seen = self._diagnostics
+        self._diagnostics = Diagnostics(
             examples=seen.examples + real,
             clipped=seen.clipped + int(clipped),
             nonfinite=seen.nonfinite + real - int(good),
             mean_norm=self._norms / max(self._finite, 1.0),
         )
         return real - int(good)
+
+
+@dataclass(frozen=True, eq=False)
+class _Added:
+    """A batch whose gradients may not all be finite.
+
+    Attributes:
+        batch: The gradients;
+        real: how many of its first rows are examples;
+        scale: what they are multiplied by.
+        stacked: ‖w_i‖² of these, a row for each parameter,
+        finite: and which of them are finite.
+        squares: The same by parameter.
+        reading: What :func:`_numbers` found.
+        sums: The clipped sums, right if all are finite.
+    """
+
+    batch: GradientBatch
+    real: int
+    scale: float
+    stacked: Tensor
+    finite: Tensor
+    squares: dict[str, Tensor]
+    reading: _Reading
+    sums: dict[str, Tensor]
 
 
 class _Reading:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,21 @@ from dphero.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Released
 from dphero.noise import NoiseSource, can_keep
 
-__all__ = ["Mechanism", "Mode"]
+__all__ = ["Lot", "Mechanism", "Mode"]
 
 Mode = Literal["ellipsoid", "ball", "published"]
+
+
+class Lot(Protocol):
+    """What is released: see :class:`~dphero.lot_sum.LotSum`."""
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise."""
+
+    @property
+    def count(self) -> Tensor | None:
+        """The count that an adaptive clip rule releases along, else ``None``."""
 
 
 class Mechanism:
@@ -158,13 +170,12 @@ class Mechanism:
         return rest**-0.5
 
     @torch.no_grad()
-    def release(self, sums: Mapping[str, Tensor], count: Tensor | None) -> dict[str, Tensor]:
+    def release(self, lot: Lot) -> dict[str, Tensor]:
         """Release one lot: charge the ledger, add noise, divide by B.
 
         Args:
-            sums: Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise. They are
-                used up: some become gradients themselves.
-            count: The count that an adaptive clip rule releases along, else ``None``.
+            lot: What to release. Its sums are used up: some become gradients themselves. On a GPU they are asked for
+                when the noise is on its way, since they may have to be waited for.
 
         Returns:
             The private gradient of every parameter.
@@ -172,10 +183,10 @@ class Mechanism:
         self.check_budget()
         self.ledger.record(self.next_event())
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
-        onto = self._becoming_gradients(sums)
+        onto = self._becoming_gradients(lot.sums) if any(p.is_cpu for p in self._parameters.values()) else {}
         flat, others = self._room(without=onto)
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
-        query = [] if count is None else [torch.empty((), dtype=torch.float64)]
+        query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
         further = self._further(gradients)
         # What comes next multiplies these by their geometry's `dispersed_by`: noise and sum alike.
         keep = [1 / (self.expected_lot * self.noise_geometry[name].dispersed_by) for name in onto]
@@ -185,6 +196,7 @@ class Mechanism:
                 self.noise_geometry[name].disperse_(noise, further[name])
             elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
+        sums = lot.sums
         named = [name for name in others if name in sums]
         if named:
             torch._foreach_add_(
@@ -195,9 +207,10 @@ class Mechanism:
             self._last = gradients
             self.guidance.observe(self._released())
             self._last = None
-        if count is not None and self.clipping.count_noise is not None:  # last: the bound above was this release's
+        if self.clipping.count_noise is not None:  # last: the bound above was this release's
+            assert lot.count is not None
             noise_on_count = self.clipping.count_noise * float(query[0]) / scale
-            self.clipping.adapt(float(count) + noise_on_count, self.expected_lot)
+            self.clipping.adapt(float(lot.count) + noise_on_count, self.expected_lot)
         return gradients
 
     def _further(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

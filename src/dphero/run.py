@@ -103,7 +103,7 @@ class Run:
         self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
         self.lot_sum.add(gradients, batch.real, batch.rows if self._loss_reduction == "mean" else 1)
         if batch.last:
-            released = self.mechanism.release(self.lot_sum.sums, self.lot_sum.count)
+            released = self.mechanism.release(self.lot_sum)
             self.lots.release()
             self.lot_sum.clear()
             self._hand_over(released)

@@ -22,6 +22,7 @@ from dphero.audit.canary import Plant, Port, plant
 from dphero.engine import PrivacyEngine
 from dphero.geometry import Geometry
 from dphero.guidance import Guidance, Released, resolve
+from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism, Mode
 
 __all__ = ["EngineRelease", "Settings", "small_model"]
@@ -260,7 +261,7 @@ def _prepare(model: nn.Module, settings: Settings) -> tuple[list[Plant], str | G
     mechanism, shaped = engine._attached.mechanism, settings.mechanism == "ellipsoid"
     if guidance.needs_gradients and not shaped:
         for _ in range(_WARM_UP):
-            mechanism.release({}, None)
+            mechanism.release(LotSum(mechanism.clipping))
         mechanism.refresh()
     geometry = mechanism.noise_geometry
     engine.detach()
