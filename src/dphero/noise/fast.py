@@ -9,7 +9,6 @@ import operator
 import secrets
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from dphero.noise.source import OneTimeSource, Target, close, is_flat
+from dphero.noise.team import together
 
 __all__ = ["FastNoise"]
 
@@ -68,7 +68,6 @@ class FastNoise(OneTimeSource):
         else:
             self._key = hashlib.blake2b(str(operator.index(seed)).encode(), digest_size=16).digest()
         self._lanes: list[_Lane] = []
-        self._pool: ThreadPoolExecutor | None = None
         self._cuda: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -99,7 +98,6 @@ class FastNoise(OneTimeSource):
         self._key, self._seeded, self._last_release = key, bool(state["seeded"]), last_release
 
     def _enter_new_process(self) -> None:
-        self._lanes, self._pool = [], None  # threads do not survive a fork
         if not self._seeded:
             self._key = secrets.token_bytes(16)
 
@@ -128,20 +126,14 @@ class FastNoise(OneTimeSource):
             pieces.append((flat.view(-1).numpy(), keep))  # a view, or an error: noise must not go to a copy
         chunks = _cut(pieces)
         threads = min(torch.get_num_threads(), len(chunks))
-        if threads > len(self._lanes):
-            self._lanes += [_Lane() for _ in range(threads - len(self._lanes))]
-            self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dphero-noise")
+        self._lanes += [_Lane() for _ in range(threads - len(self._lanes))]
         todo = iter(list(enumerate(chunks)))  # shared: whoever is free takes the next chunk
 
-        def work(lane: _Lane) -> None:
+        def work(lane: int) -> None:
             for number, chunk in todo:
-                lane.draw(chunk, _WORDS[dtype], std, self._key, release, number)
+                self._lanes[lane].draw(chunk, _WORDS[dtype], std, self._key, release, number)
 
-        assert self._pool is not None
-        helpers = [self._pool.submit(work, lane) for lane in self._lanes[1:threads]]
-        work(self._lanes[0])
-        for helper in helpers:
-            helper.result()
+        together(work, threads)
         close(detours)
         # As torch does itself when it writes: autograd refuses to go back through what was overwritten.
         torch.autograd.graph.increment_version([target.tensor for target in targets])

@@ -1,0 +1,76 @@
+"""Python work on torch's own threads.
+
+torch's OpenMP threads stay awake for many milliseconds after their work, in case there is more. Threads of ours would
+take turns with them on the cores that both want: for noise after a matrix product, two of ours were no faster than one.
+So the work goes to those threads themselves, through the function that compilers call to enter an OpenMP region. Where
+torch brings no OpenMP of that interface, and in a forked process, whose copy of OpenMP has lost its threads, the
+threads are our own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+__all__ = ["together"]
+
+_Work = Callable[[int], None]
+
+
+def _openmp() -> Any:
+    """Return ``GOMP_parallel(function, data, threads, flags)`` of the OpenMP that torch runs on, or ``None``."""
+    try:
+        enter = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # found among the libraries that torch is linked with
+    except (AttributeError, OSError):
+        return None
+    enter.argtypes, enter.restype = [_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return enter
+
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_enter_region = _openmp()
+
+
+def _after_fork() -> None:
+    global _enter_region
+    _enter_region = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def together(work: _Work, threads: int) -> None:
+    """Call ``work(0)``, ``work(1)``, … at the same time, each on a thread of its own, and wait for all.
+
+    There are ``threads`` calls at most, and ``work(0)`` at least: OpenMP may have fewer threads to spare. So whatever
+    is to be done is taken by whoever is called.
+
+    Raises:
+        BaseException: What a call raised first.
+    """
+    if threads == 1:
+        work(0)
+        return
+    numbers = list(reversed(range(threads)))
+    errors: list[BaseException] = []
+
+    def call(_: object = None) -> None:
+        try:
+            work(numbers.pop())
+        except BaseException as error:  # nobody above this frame is Python
+            errors.append(error)
+
+    if _enter_region is not None:
+        _enter_region(_FUNCTION(call), None, threads, 0)
+    else:
+        with ThreadPoolExecutor(threads - 1, thread_name_prefix="dphero-noise") as pool:
+            for _ in range(threads - 1):
+                pool.submit(call)
+            call()
+    if errors:
+        raise errors[0]
