@@ -32,6 +32,8 @@ __all__ = ["StandardisedConv2d", "wide_resnet"]
 _EPSILON = 1e-4
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
 """Elements of per-example gradients to handle at a time, where they are formed."""
+_SLABS = (3, 0, 2, 4, 1)
+"""The axes of gradients (n, outputs, inputs, rows, columns) in the order of slabs, see :class:`Convolution`."""
 _ROUNDINGS = 32
 """Units of rounding that a sum in full precision may be off by, beside what its terms add up to without their signs."""
 
@@ -194,22 +196,23 @@ class Standardised(Piece):
 
 
 def _in_slabs(gradients: Tensor) -> bool:
-    """Tell whether the rows of the kernel come first in memory, as a convolution's gradients often do.
+    """Tell whether the rows of the kernel come first in memory, and outputs last, as a convolution's gradients often do.
 
     To bring them in the weight's own order would cost more than all the rest.
     """
-    return gradients.movedim(3, 0).is_contiguous()
+    return gradients.permute(_SLABS).is_contiguous()
 
 
 def _as_slabs(gradients: Tensor) -> Tensor:
-    return gradients.movedim(3, 0).contiguous().movedim(0, 3)
+    slabs = gradients.permute(_SLABS).contiguous()
+    return slabs.permute([_SLABS.index(axis) for axis in range(len(_SLABS))])
 
 
 def _matrices(gradients: Tensor) -> list[Tensor]:
-    """Return views (n, channels, columns) that together are the gradients."""
-    n, channels = gradients.shape[:2]
-    whole = gradients.unbind(3) if _in_slabs(gradients) else [gradients]
-    return [part.view(n, channels, -1) for part in whole]
+    """Return views (n, outputs, columns) that together are the gradients."""
+    if _in_slabs(gradients):
+        return [slab.flatten(1, 2).mT for slab in gradients.permute(_SLABS)]
+    return [gradients.flatten(2)]
 
 
 def _square_norms(gradients: Tensor, geometry: Geometry) -> Tensor:
