@@ -294,7 +294,9 @@ def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
         it = mechanism(run)
         given = {name: factor * value for name, value in sums.items()}
         shaped = sum(not it.noise_geometry[name].is_identity for name in it._becoming_gradients(given))
-        released.append({name: value.clone() for name, value in it.release(SimpleNamespace(sums=given, count=None)).items()})
+        released.append(
+            {name: value.clone() for name, value in it.release(SimpleNamespace(sums=given, count=None)).items()}
+        )
     assert shaped
     for name, value in sums.items():
         torch.testing.assert_close(released[1][name] - released[0][name], value / LOT, rtol=1e-4, atol=1e-5)

@@ -58,6 +58,21 @@ def test_what_is_kept_gets_the_noise_that_would_have_been_written(make, dtype):
 
 
 @both
+@pytest.mark.parametrize("sizes", [(50_000, 7, 90_000), (131_072, 131_072, 40)], ids=["in one chunk", "a chunk each"])
+def test_each_tensor_may_have_a_deviation_of_its_own(make, sizes):
+    stds, keep = [0.25, 2.0, 1.7], [0.0, 0.5, 3.0]
+    unit = draw(make(), *sizes, release=4, std=1.0)
+    tensors = [torch.ones(size) for size in sizes]
+    make().fill(tensors, stds, 4, keep)
+    for tensor, normals, std, kept in zip(tensors, unit, stds, keep, strict=True):
+        torch.testing.assert_close(tensor, std * normals + kept, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="one for each"):
+        make().fill(tensors, stds[:2], 4)
+    with pytest.raises(ValueError, match="not negative"):
+        make().fill(tensors, [1.0, -1.0, 1.0], 4)
+
+
+@both
 def test_without_noise_what_is_kept_is_only_scaled(make):
     tensors = [torch.ones(3), torch.ones(3)]
     make().fill(tensors, 0.0, 0, keep=[0.5])

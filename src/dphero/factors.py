@@ -70,17 +70,18 @@ class Factor(ABC):
         return 0
 
     @property
-    def dispersed_by(self) -> float:
-        """What `disperse_` multiplies x by before it adds to it."""
+    def least(self) -> float:
+        """The deviation that `disperse_` starts from in all directions."""
         raise NotImplementedError
 
-    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1) -> None:
+    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
         """Replaces x ~ N(0, I), in place, by noise of the law of A x, more cheaply than `colour_` does.
 
         Args:
             x: a matrix of standard normals, in the precision that `further` was asked about.
             further: independent standard normals: x's shape with `further()` in place of `size` along `axis`.
             axis: -1 or -2.
+            started: x has deviation `least` already. What it holds besides noise then stays as it is.
         """
         raise NotImplementedError
 
@@ -291,17 +292,18 @@ class LowRank(Factor):
         return len(self.scales) if self._dispersion is not None and self.dtype == dtype else 0
 
     @property
-    def dispersed_by(self) -> float:
+    def least(self) -> float:
         """Returns s."""
         return self.rest
 
-    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1) -> None:
+    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
         """Replaces x by s x + U diag(sqrt(v^2 - s^2)) further: one thin product, not two."""
         assert self._dispersion is not None
+        start = 1.0 if started else self.rest  # a CPU takes longer for any factor but 1
         if axis == -2:
-            x.addmm_(self._dispersion, further, beta=self.rest)
+            x.addmm_(self._dispersion, further, beta=start)
         else:
-            x.addmm_(further, self._dispersion.mT, beta=self.rest)
+            x.addmm_(further, self._dispersion.mT, beta=start)
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed.

@@ -108,22 +108,22 @@ class Geometry:
         return (self.rows, wanted) if wanted else None
 
     @property
-    def dispersed_by(self) -> float:
-        """What `disperse_` multiplies z by before it adds to it; 1 for the identity."""
+    def least(self) -> float:
+        """The deviation that `disperse_` starts from in all directions; 1 for the identity."""
         (factor,) = (f for f in (self.left, self.right) if f is not None) if not self.is_identity else (None,)
-        return 1.0 if factor is None else factor.dispersed_by
+        return 1.0 if factor is None else factor.least
 
-    def disperse_(self, z: Tensor, further: Tensor) -> None:
+    def disperse_(self, z: Tensor, further: Tensor, *, started: bool = False) -> None:
         """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
 
-        What is in z besides, say a vector a, becomes `dispersed_by` * a.
+        With `started`, z has deviation `least` already, and what it holds besides stays as it is.
         """
         matrix = z.view(self.rows, self.columns)
         if self.left is not None:
-            self.left.disperse_(matrix, further, axis=-2)
+            self.left.disperse_(matrix, further, axis=-2, started=started)
         else:
             assert self.right is not None
-            self.right.disperse_(matrix, further)
+            self.right.disperse_(matrix, further, started=started)
 
     def square_norm(self, g: Tensor) -> Tensor:
         """Returns ||A^-1 g||^2 for each index of the batch axes, at least in float32."""

@@ -59,7 +59,7 @@ class LotSum:
 
     @property
     def count(self) -> Tensor | None:
-        """The count that an adaptive clip rule releases along, over the whole lot (zero for an empty one), or ``None``."""
+        """The count over the whole lot that an adaptive clip rule releases along (0 if it is empty), or ``None``."""
         self._settle()
         return self._count
 

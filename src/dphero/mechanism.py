@@ -188,12 +188,16 @@ class Mechanism:
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
         further = self._further(gradients)
-        # What comes next multiplies these by their geometry's `dispersed_by`: noise and sum alike.
-        keep = [1 / (self.expected_lot * self.noise_geometry[name].dispersed_by) for name in onto]
-        self.noise.fill([*onto.values(), *flat, *further.values(), *query], scale, self.releases, keep)
+        rest = [*flat, *further.values(), *query]
+        self.noise.fill(
+            [*onto.values(), *rest],
+            [*(scale * self.noise_geometry[name].least for name in onto), *[scale] * len(rest)],
+            self.releases,
+            [1 / self.expected_lot] * len(onto),
+        )
         for name, noise in gradients.items():
             if name in further:
-                self.noise_geometry[name].disperse_(noise, further[name])
+                self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
             elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
         sums = lot.sums

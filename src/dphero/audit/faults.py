@@ -16,6 +16,7 @@ from torch import Tensor
 from dphero.clipping import Clipping
 from dphero.lot_sum import LotSum
 from dphero.noise import FastNoise
+from dphero.noise.source import Target
 from dphero.run import Run
 from dphero.sampling import PoissonSampler
 
@@ -37,7 +38,10 @@ def _half_noise() -> AbstractContextManager[None]:
     """The noise has half the standard deviation that is charged for."""
 
     def make(original: Any) -> Any:
-        return lambda self, tensors, std, release: original(self, tensors, std / 2, release)
+        def draw(self: Any, targets: list[Target], release: int) -> None:
+            original(self, [target._replace(std=target.std / 2) for target in targets], release)
+
+        return draw
 
     return _replaced(FastNoise, "_draw", make)
 
@@ -79,7 +83,7 @@ def _noise_used_twice() -> AbstractContextManager[None]:
     """Every second release gets the noise of the one before it."""
 
     def make(original: Any) -> Any:
-        return lambda self, tensors, std, release: original(self, tensors, std, release - release % 2)
+        return lambda self, targets, release: original(self, targets, release - release % 2)
 
     return _replaced(FastNoise, "_draw", make)
 

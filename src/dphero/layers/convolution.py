@@ -167,7 +167,7 @@ class Convolution(Piece):
         Args:
             early: Whitens the output gradient before the product.
             late: Whitens the gradient after it.
-            keep: Keep the gradients (whitened early, not late) as slabs (offsets, n · groups, columns, rows) for the sum.
+            keep: Keep the gradients (whitened early, not late), as slabs (offsets, n · groups, columns, rows).
         """
         n, groups, offsets = len(self.x), self.arguments.groups, self._offsets
         rows, columns = self.shape[0] // groups, prod(self.shape[1:]) // offsets
@@ -204,10 +204,7 @@ class Convolution(Piece):
         """Bring slabs (offsets, n, groups · channels · rest of the kernel, rows) in the weight's own order."""
         (channels, *kernel), groups = self.shape[1:], self.arguments.groups
         apart = slabs.view(*slabs.shape[:2], groups, channels, *kernel[self._offsets > 1 :], slabs.shape[-1])
-        if self._offsets == 1:
-            apart = apart[0]
-        else:
-            apart = apart.movedim(0, 3)
+        apart = apart[0] if self._offsets == 1 else apart.movedim(0, 3)
         return apart.movedim(-1, 2).flatten(1, 2)
 
     def gram_is_cheaper(self) -> bool:

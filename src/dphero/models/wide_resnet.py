@@ -196,7 +196,7 @@ class Standardised(Piece):
 
 
 def _in_slabs(gradients: Tensor) -> bool:
-    """Tell whether the rows of the kernel come first in memory, and outputs last, as a convolution's gradients often do.
+    """Tell whether a kernel's rows come first in memory, and outputs last, as in a convolution's gradients they may.
 
     To bring them in the weight's own order would cost more than all the rest.
     """

@@ -9,13 +9,13 @@ import operator
 import secrets
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
-from dphero.noise.source import OneTimeSource, Target, close, is_flat
+from dphero.noise.source import OneTimeSource, Target, close, common_std, is_flat
 from dphero.noise.team import together
 
 __all__ = ["FastNoise"]
@@ -30,8 +30,13 @@ _VECTOR = 64  # NumPy computes in vectors of up to so many numbers and may treat
 _ZEROS = memoryview(bytes(8 * _FAST_CHUNK))  # what is encrypted: the cipher text is then the key stream itself
 _WORDS: dict[torch.dtype, np.dtype] = {torch.float32: np.dtype("<i4"), torch.float64: np.dtype("<i8")}
 
-_Piece = tuple[np.ndarray, float]
-"""A flat part of a tensor, and what it is multiplied by before noise is added; 0 for overwriting."""
+
+class _Piece(NamedTuple):
+    """A flat part of a target."""
+
+    array: np.ndarray
+    keep: float
+    std: float
 
 
 class FastNoise(OneTimeSource):
@@ -101,7 +106,7 @@ class FastNoise(OneTimeSource):
         if not self._seeded:
             self._key = secrets.token_bytes(16)
 
-    def _draw(self, targets: list[Target], std: float, release: int) -> None:
+    def _draw(self, targets: list[Target], release: int) -> None:
         streams: dict[torch.device | torch.dtype, list[Target]] = {}
         for target in targets:
             if target.tensor.is_cuda:
@@ -111,19 +116,19 @@ class FastNoise(OneTimeSource):
                 streams.setdefault(dtype, []).append(target)
         for stream, members in streams.items():
             if isinstance(stream, torch.dtype):
-                self._draw_on_cpu(members, stream, std, release)
+                self._draw_on_cpu(members, stream, release)
             else:
-                self._draw_on_cuda(members, stream, std, release)
+                self._draw_on_cuda(members, stream, release)
 
-    def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, std: float, release: int) -> None:
+    def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, release: int) -> None:
         pieces: list[_Piece] = []
         detours = []
-        for tensor, keep in targets:
+        for tensor, keep, std in targets:
             flat = tensor.detach()
             if not (is_flat(tensor) and tensor.dtype == dtype):
                 flat = torch.empty(tensor.numel(), dtype=dtype)
                 detours.append((tensor, flat))
-            pieces.append((flat.view(-1).numpy(), keep))  # a view, or an error: noise must not go to a copy
+            pieces.append(_Piece(flat.view(-1).numpy(), keep, std))  # a view, or an error: noise must not go to a copy
         chunks = _cut(pieces)
         threads = min(torch.get_num_threads(), len(chunks))
         self._lanes += [_Lane() for _ in range(threads - len(self._lanes))]
@@ -131,35 +136,35 @@ class FastNoise(OneTimeSource):
 
         def work(lane: int) -> None:
             for number, chunk in todo:
-                self._lanes[lane].draw(chunk, _WORDS[dtype], std, self._key, release, number)
+                self._lanes[lane].draw(chunk, _WORDS[dtype], self._key, release, number)
 
         together(work, threads)
         close(detours)
         # As torch does itself when it writes: autograd refuses to go back through what was overwritten.
         torch.autograd.graph.increment_version([target.tensor for target in targets])
 
-    def _draw_on_cuda(self, targets: list[Target], device: torch.device, std: float, release: int) -> None:
+    def _draw_on_cuda(self, targets: list[Target], device: torch.device, release: int) -> None:
         if device not in self._cuda:
             self._cuda[device] = torch.Generator(device)
         name = struct.pack("<Q", release) + str(device).encode()
         seed = hashlib.blake2b(name, key=self._key, digest_size=8).digest()
         generator = self._cuda[device].manual_seed(int.from_bytes(seed, "little"))
         for target in targets:
-            target.tensor.normal_(0.0, std, generator=generator)
+            target.tensor.normal_(0.0, target.std, generator=generator)
 
 
 def _cut(pieces: list[_Piece]) -> list[list[_Piece]]:
     """Cut the concatenation of the pieces in chunks."""
     chunks: list[list[_Piece]] = []
     room = 0
-    for array, keep in pieces:
+    for array, keep, std in pieces:
         start = 0
         while start < len(array):
             if room == 0:
                 chunks.append([])
                 room = _FAST_CHUNK
             part = array[start : start + room]
-            chunks[-1].append((part, keep))
+            chunks[-1].append(_Piece(part, keep, std))
             start += len(part)
             room -= len(part)
     return chunks
@@ -178,14 +183,14 @@ class _Lane:
         self._stream = memoryview(bytearray(8 * _FAST_CHUNK + 15))  # the cipher wants 15 spare bytes at the end
         self._scratch: dict[int, np.ndarray] = {}
 
-    def draw(self, chunk: list[_Piece], kind: np.dtype, std: float, key: bytes, release: int, number: int) -> None:
+    def draw(self, chunk: list[_Piece], kind: np.dtype, key: bytes, release: int, number: int) -> None:
         """Fill the pieces of one chunk, in order, from words of type `kind`; `number` is the chunk's index."""
         if key != self._key:
             self._key, self._cipher = key, Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
         width = kind.itemsize
         if width not in self._scratch:
             self._scratch[width] = np.empty(3 * _PAIRS, f"f{width}")
-        total = sum([len(array) for array, _ in chunk])
+        total = sum([len(piece.array) for piece in chunk])
         pairs = min(_PAIRS, total + -total % _VECTOR)
         counter = number * _FAST_CHUNK * width // _AES_BLOCK + (width == 8) * (1 << 63)
         if pairs == _PAIRS:  # radii and angles in one go
@@ -195,16 +200,18 @@ class _Lane:
             self._encrypt(release, counter + _PAIRS * width // _AES_BLOCK, pairs * width, pairs * width)
         words, scratch = np.frombuffer(self._stream, kind, 2 * pairs), self._scratch[width][: 3 * pairs]
 
-        array, keep = chunk[0]
-        if len(array) == _FAST_CHUNK and not keep:
-            _box_muller(words, std, scratch, out=array)
+        std = common_std(piece.std for piece in chunk)
+        if len(chunk[0].array) == _FAST_CHUNK and not chunk[0].keep:
+            _box_muller(words, std, scratch, out=chunk[0].array)
             return
         noise = scratch[pairs:]
         _box_muller(words, std, scratch, out=noise)
         start = 0
-        for array, keep in chunk:
+        for array, keep, own in chunk:
             part = noise[start : start + len(array)]
             start += len(array)
+            if own != std:
+                part *= own
             if keep:
                 array *= keep
                 array += part

@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from dphero.noise.source import OneTimeSource, Target, close, cut, deal, size_of
+from dphero.noise.source import OneTimeSource, Target, close, common_std, cut, deal, size_of
 
 __all__ = ["SecureNoise"]
 
@@ -71,7 +71,7 @@ class SecureNoise(OneTimeSource):
     def _enter_new_process(self) -> None:
         self._start()
 
-    def _draw(self, targets: list[Target], std: float, release: int) -> None:
+    def _draw(self, targets: list[Target], release: int) -> None:
         large = size_of(targets) > 2 * _SECURE_CHUNK
         chunks, detours = cut(targets, _SECURE_CHUNK if large else _SERIAL, torch.float64)
         for pieces in chunks:
@@ -79,7 +79,8 @@ class SecureNoise(OneTimeSource):
             even = total + total % 2
             self._stream.update_into(self._zeros[: 8 * even], self._bits.data.cast("B"))
             bits = torch.from_numpy(self._bits[:even])
-            deal(_box_muller(bits, std, out=self._normals[:even]), pieces)
+            std = common_std(piece.std for piece in pieces)
+            deal(_box_muller(bits, std, out=self._normals[:even]), std, pieces)
         close(detours)
 
 

@@ -6,22 +6,33 @@ import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["NoiseSource", "OneTimeSource", "Target", "can_keep", "close", "cut", "deal", "is_flat", "size_of"]
+__all__ = [
+    "NoiseSource",
+    "OneTimeSource",
+    "Target",
+    "can_keep",
+    "close",
+    "common_std",
+    "cut",
+    "deal",
+    "is_flat",
+    "size_of",
+]
 
 
 class Target(NamedTuple):
-    """A tensor, or a flat part of one, that gets `keep` times itself plus noise."""
+    """A tensor, or a flat part of one, that gets `keep` times itself plus noise of its standard deviation."""
 
     tensor: Tensor
     keep: float
+    std: float
 
 
 def can_keep(tensor: Tensor) -> bool:
@@ -36,12 +47,15 @@ class NoiseSource(Protocol):
     def seeded(self) -> bool:
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
 
-    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+    def fill(
+        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[float] = ()
+    ) -> None:
         """Overwrite every tensor in place with independent N(0, std²), or add to a multiple of what it holds.
 
         Args:
             tensors: floating-point tensors of any shape, strides and device; empty ones are fine.
-            std: standard deviation, σ·C. Zero gives zeros, and uses the release up all the same.
+            std: standard deviation, σ·C: one, or one for each tensor. Zero gives zeros, and uses the release up all
+                the same.
             release: index of this release, larger than every index served before.
             keep: for each tensor, what its values are multiplied by before noise is added; 0, or left out, for
                 overwriting. Others than 0 need a contiguous tensor on the CPU, of 32 or 64 bits.
@@ -70,20 +84,27 @@ class OneTimeSource(ABC):
         """Index of the last release served; -1 before the first."""
         return self._last_release
 
-    def fill(self, tensors: Sequence[Tensor], std: float, release: int, keep: Sequence[float] = ()) -> None:
+    def fill(
+        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[float] = ()
+    ) -> None:
         """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
         release = operator.index(release)
-        targets = [Target(tensor, kept) for tensor, kept in zip(tensors, chain(keep, repeat(0.0)), strict=False)]
-        if not (math.isfinite(std) and std >= 0):
+        given = list(std) if isinstance(std, Sequence) else [std]
+        if not all(math.isfinite(each) and each >= 0 for each in given):
             raise ValueError(f"std must be finite and not negative, got {std!r}.")
+        stds = given if isinstance(std, Sequence) else given * len(tensors)
+        if len(stds) != len(tensors):
+            raise ValueError(f"{len(tensors)} tensors have {len(stds)} standard deviations; give one, or one for each.")
+        kept = [*keep, *[0.0] * (len(tensors) - len(keep))]
+        targets = [Target(*each) for each in zip(tensors, kept, map(float, stds), strict=True)]
         if not 0 <= release < 1 << 64:
             raise ValueError(f"release must be an index from 0, got {release}.")
-        for tensor, kept in targets:
+        for tensor, keep_of_it, _ in targets:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 raise ValueError(
                     f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
                 )
-            if kept and not can_keep(tensor):
+            if keep_of_it and not can_keep(tensor):
                 raise ValueError("Noise is added in place on the CPU only, to contiguous tensors of 32 or 64 bits.")
         if release <= self._last_release:
             raise RuntimeError(
@@ -95,14 +116,14 @@ class OneTimeSource(ABC):
         # Claimed first: noise that was written in part before an error is not handed out again either.
         self._last_release = release
         with torch.no_grad():
-            if std == 0:
-                for tensor, kept in targets:
-                    tensor.mul_(kept) if kept else tensor.zero_()
+            if not any(target.std for target in targets):
+                for tensor, keep_of_it, _ in targets:
+                    tensor.mul_(keep_of_it) if keep_of_it else tensor.zero_()
             elif filled := [target for target in targets if target.tensor.numel()]:
-                self._draw(filled, float(std), release)
+                self._draw(filled, release)
 
     @abstractmethod
-    def _draw(self, targets: list[Target], std: float, release: int) -> None:
+    def _draw(self, targets: list[Target], release: int) -> None:
         """Fill non-empty tensors; all arguments are checked."""
 
     def _notice_fork(self) -> None:
@@ -153,7 +174,7 @@ def cut(
     chunks: list[list[Target]] = []
     detours: list[tuple[Tensor, Tensor]] = []
     room = 0
-    for tensor, keep in targets:
+    for tensor, keep, std in targets:
         pieces: Sequence[Tensor] = (tensor,)
         if tensor.numel() > (room or size):
             if is_flat(tensor):
@@ -166,7 +187,7 @@ def cut(
             if room == 0:
                 chunks.append([])
                 room = size
-            chunks[-1].append(Target(piece, keep))
+            chunks[-1].append(Target(piece, keep, std))
             room -= piece.numel()
     return chunks, detours
 
@@ -177,12 +198,21 @@ def close(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
         tensor.copy_(scratch.view(tensor.shape))
 
 
-def deal(noise: Tensor, pieces: list[Target]) -> None:
-    """Hand the flat noise out to the pieces in order, rounding to each one's type."""
+def common_std(stds: Iterable[float]) -> float:
+    """Return the standard deviation that all share; 1 where they differ, and each is multiplied by its own later."""
+    different = set(stds)
+    return different.pop() if len(different) == 1 else 1.0
+
+
+def deal(noise: Tensor, std: float, pieces: list[Target]) -> None:
+    """Hand the flat noise of deviation `std` out to the pieces in order, rounding to each one's type."""
     parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece.std != std:
+            part.mul_(piece.std)
     fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
     if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
         torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
-    for (tensor, keep), part in zip(pieces, parts, strict=True):
+    for (tensor, keep, _), part in zip(pieces, parts, strict=True):
         if keep:
             torch.add(part, tensor, alpha=keep, out=tensor)
