@@ -121,3 +121,35 @@ def test_a_training_uses_the_memory_again_and_stays_what_it_was(monkeypatch: pyt
         assert [room._memory is not None for room in rooms] == [large == 0]
     for fresh, again in zip(*released, strict=True):
         assert torch.equal(fresh, again)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "dilation"),
+    [
+        ((9,), (3,), (1,), (0,), (1,)),
+        ((6, 5), (3, 2), (1, 1), (1, 0), (1, 1)),
+        ((7, 6), (3, 3), (1, 1), (2, 1), (2, 1)),
+        ((9, 5), (3, 3), (2, 1), (1, 1), (1, 1)),
+        ((8, 8), (2, 3), (2, 2), (1, 1), (1, 1)),  # most places are left out: patches are formed
+        ((4, 3, 4), (2, 2, 2), (1, 1, 1), (1, 0, 1), (1, 1, 1)),
+        ((5, 5), (1, 1), (1, 1), (0, 0), (1, 1)),
+    ],
+)
+def test_products_of_patches_come_from_products_of_positions(
+    size: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_CPU_BUFFER", 2000)  # a few examples at a time
+    weight, x = torch.randn(5, 3, *kernel).double(), torch.randn(4, 3, *size).double()
+    forward = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)]
+    delta = torch.zeros_like(forward(x, weight, None, stride, padding, dilation))
+    piece = Convolution(x, delta, convolution_arguments(weight, stride, padding, dilation, 1))
+    found = torch.cat([grams for _, _, grams in piece._patch_grams()])
+    # patches, one by one: what a kernel of a single 1 reads
+    basis = torch.eye(weight[0].numel()).double().view(-1, 3, *kernel)
+    patches = forward(x, basis, None, stride, padding, dilation).flatten(2)
+    torch.testing.assert_close(found, patches.mT @ patches)

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 
 from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
-from dphero.geometry import identity
-from dphero.guidance import PCA, History
+from dphero.geometry import Geometry, identity
+from dphero.guidance import PCA, History, Isotropic, Released
 from dphero.mechanism import Mechanism
 from tests.trainer import Training, network, training
 
@@ -471,3 +471,20 @@ def test_guidance_for_unknown_parameters_is_refused() -> None:
 
     with pytest.raises(ValueError, match="unknown parameters"):
         training(guidance=Wrong())
+
+
+def test_guidance_may_begin_one_lot_before_it_is_asked() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Ahead(Isotropic):
+        refresh_every = 3
+
+        def prepare(self, released: Released) -> None:
+            calls.append(("prepare", released.step))
+
+        def geometry(self, released: Released) -> dict[str, Geometry]:
+            calls.append(("geometry", released.step))
+            return {}
+
+    training(guidance=Ahead()).steps(7)
+    assert calls == [("geometry", 0), ("prepare", 2), ("geometry", 3), ("prepare", 5), ("geometry", 6)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dphero.precision import products_in
 
-__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular"]
+__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times", "to_device"]
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
@@ -203,7 +203,7 @@ class Dense(Factor):
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix
-        return x @ matrix if axis == -1 else _times(matrix, x)
+        return x @ matrix if axis == -1 else times(matrix, x)
 
     def variance(self) -> Tensor:
         """Returns the diagonal of A A^T."""
@@ -229,7 +229,7 @@ class Singular(Factor):
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         if inverse:
             raise ValueError("a singular geometry cannot whiten: no privacy; give the spectrum a floor")
-        return x @ self.matrix if axis == -1 else _times(self.matrix, x)
+        return x @ self.matrix if axis == -1 else times(self.matrix, x)
 
     def variance(self) -> Tensor:
         """Returns the diagonal of A A^T."""
@@ -276,7 +276,7 @@ class LowRank(Factor):
         if axis == -1:
             flat = x.reshape(-1, self.size)
             return torch.addmm(flat, flat @ self.basis, out.mT, beta=rest).reshape(x.shape)
-        return _times(out, _times(self.basis.mT, x), add=x, beta=rest)
+        return times(out, times(self.basis.mT, x), add=x, beta=rest)
 
     def colour_(self, x: Tensor, axis: int = -1) -> None:
         """Replaces x by A x with no copy of x: noise is large."""
@@ -317,7 +317,7 @@ class LowRank(Factor):
         if whitened is not None:
             return whitened.sqrt_().add_(torch.linalg.vector_norm(x, dim=axis) * (room / self.rest)).square_()
         with products_in(x, short=False):
-            inner = (x @ self.basis if axis == -1 else _times(self.basis.mT, x)).square_()
+            inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
         whole = torch.linalg.vector_norm(x, dim=axis).square_() * ((1.0 + room) * self.rest**-2)
         return whole.add_(within).clamp_(min=0.0)
@@ -327,7 +327,7 @@ class LowRank(Factor):
         return self.rest**2 + self.basis.square() @ (self.scales.square() - self.rest**2)
 
 
-def _times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.0) -> Tensor:
+def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.0) -> Tensor:
     """Returns matrix @ x, or beta * add + matrix @ x, for x of shape (..., k, m), without copies."""
     if x.dim() == 2:
         return matrix @ x if add is None else torch.addmm(add, matrix, x, beta=beta)
@@ -340,7 +340,12 @@ def _times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1
 
 def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns rows from the CPU, stacked, on the device: one journey, and none is waited for."""
-    return torch.stack(list(rows)).to(device, non_blocking=device.type == "cuda")
+    return to_device(torch.stack(list(rows)), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Sends a tensor from the CPU and waits for nothing (from memory that is not pinned, it may)."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:

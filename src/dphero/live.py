@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
+from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar, times
 from dphero.geometry import Geometry
 
 __all__ = ["LiveGeometry"]
@@ -89,9 +89,15 @@ class _LiveLowRank(LowRank):
     """A low-rank factor whose ``rest`` is a tensor."""
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
-        rest, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)
-        inner = x @ self.basis if axis == -1 else self.basis.mT @ x
-        return x * rest + (inner @ out.mT if axis == -1 else out @ inner)
+        number, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)
+        # A product cannot take a factor for x that lies on the GPU. So what is added is divided by it, which is small,
+        # and the result multiplied: in x's own precision, since mixed ones take a much slower way.
+        rest = torch.as_tensor(number).to(x.dtype)
+        out = out / rest
+        if axis == -1:
+            flat = x.reshape(-1, self.size)
+            return torch.addmm(flat, flat @ self.basis, out.mT).mul_(rest).reshape(x.shape)
+        return times(out, times(self.basis.mT, x), add=x).mul_(rest)
 
 
 def _pair(theirs: Factor, mine: Factor, pairs: list[tuple[Tensor, Any]]) -> bool:

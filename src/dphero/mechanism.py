@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from dphero.accounting import Budget, Event, Ledger, NoNoise
 from dphero.clipping import Clipping
 from dphero.geometry import Geometry, identity
-from dphero.guidance import Block, Guidance, Released
+from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.noise import NoiseSource, can_keep
 
 __all__ = ["Lot", "Mechanism", "Mode"]
@@ -124,8 +124,11 @@ class Mechanism:
 
         A geometry never changes within a lot: norms and noise see the same one.
         """
-        if self.releases - self._renewed_at >= self.guidance.refresh_every:
+        age = self.releases - self._renewed_at
+        if age >= self.guidance.refresh_every:
             self.refresh()
+        elif age == self.guidance.refresh_every - 1 and isinstance(self.guidance, Prepares):
+            self.guidance.prepare(self._released())
         self.check_budget()
 
     def _released(self) -> Released:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dphero.factors import Dense, Factor, LowRank
 from dphero.geometry import Geometry
-from dphero.guidance import PCA, Block, Released, noise_scales, spectrum
+from dphero.guidance import PCA, Block, Released, noise_scales, spectrum, weights
 from dphero.guidance import spectra as solvers
 from dphero.guidance.weights import ALGORITHM_2, INVERSE, THEOREM_2
 
@@ -29,8 +29,12 @@ def trained(rows: int, columns: int, strong: int, seed: int = 0) -> Tensor:
     return weight(rows, columns, seed) + 0.1 * signal / strong**0.5
 
 
+def released(value: Tensor, **block: Any) -> Released:
+    return Released(0, (Block("w", value, **block),), 1.0)
+
+
 def only(guidance: PCA, value: Tensor, **block: Any) -> Geometry:
-    return guidance.geometry(Released(0, (Block("w", value, **block),), 1.0))["w"]
+    return guidance.geometry(released(value, **block))["w"]
 
 
 def formula(matrix: Tensor, exponent: float, floor: float) -> Tensor:
@@ -225,7 +229,7 @@ def test_subspace_without_a_gap_still_finds_the_spectrum() -> None:
     w = weight(512, 2048)  # a random weight: nothing stands out
     factor = only(PCA(solver="subspace"), w).left
     assert isinstance(factor, LowRank)
-    ((found, _),) = solvers.find([solvers.Wanted(w, "w", 16)])
+    ((found, _),) = solvers.Search([solvers.Wanted(w, "w", 16)]).results()
     truth = spectrum(w)
     assert float((found.values / truth[:16]).min()) > 0.9 and float((found.values / truth[:16]).max()) < 1.0001
     assert found.rest == pytest.approx(float(truth[16:].mean()), rel=0.01)
@@ -285,6 +289,21 @@ def test_factors_come_back_from_their_state_bit_for_bit(rows: int) -> None:
             elif name not in ("smallest", "largest"):
                 assert value == vars(again)[name], name
     assert found == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("side", ["left", "both"])
+def test_what_was_prepared_is_the_next_geometry(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The geometry is that of the weights as they were a step before; a checkpoint forgets it."""
+    monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
+    before, after = trained(90, 200, 5), 2 * trained(90, 200, 7, seed=1)
+    guidance, moving = PCA(side=side), before.clone()
+    guidance.prepare(released(moving))
+    moving.copy_(after)  # as an optimizer does, in place
+    assert torch.equal(only(guidance, moving).whiten(before), only(PCA(side=side), before).whiten(before))
+    guidance = PCA(side=side)
+    guidance.prepare(released(before))
+    guidance.state_dict()
+    assert torch.equal(only(guidance, after).whiten(before), only(PCA(side=side), after).whiten(before))
 
 
 def test_low_precision_weights_are_decomposed_in_float32() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dphero.guidance.base import Block, Guidance, Released
+from dphero.guidance.base import Block, Guidance, Prepares, Released
 from dphero.guidance.history import History
 from dphero.guidance.isotropic import Isotropic
 from dphero.guidance.weights import PCA, noise_scales, spectrum
@@ -18,6 +18,7 @@ __all__ = [
     "Guidance",
     "History",
     "Isotropic",
+    "Prepares",
     "Released",
     "noise_scales",
     "resolve",

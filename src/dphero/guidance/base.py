@@ -108,6 +108,14 @@ class Guidance(Protocol):
         """Takes up what `state_dict` returned."""
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """A guidance that wants to know one step before `geometry` is asked, to begin with what takes long."""
+
+    def prepare(self, released: Released) -> None:
+        """Begins; may be called again, or not at all, before the next `geometry`."""
+
+
 def as_matrix(tensor: Tensor, axis: Axis) -> Tensor:
     """Returns a parameter-shaped tensor as a matrix (`shape[0]` by the rest) whose rows run along `axis`."""
     matrix = tensor.reshape(tensor.shape[0], -1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
-from dphero.guidance.subspace import Iterations, Ritz, moved
+from dphero.guidance.subspace import Fetched, Iterations, Ritz, sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,34 +69,42 @@ class Wanted:
     wide: bool = False
 
 
-def find(wanted: Sequence[Wanted]) -> list[tuple[Spectrum, Tensor | None]]:
-    """Returns spectra, and for those by iteration the basis to start from next time.
+class Search:
+    """Finds spectra: under way on their devices from the start, waited for by `results`.
 
     The values by iteration are those of Rayleigh and Ritz (see :mod:`dphero.guidance.subspace`), and the directions
     not resolved get the exact mean of what is left, (||M||_F^2 - sum theta) / (k - r). Deterministic: the first basis
     comes from a generator of its own.
 
-    All small matrices are decomposed on the CPU, where that is fastest; those on a GPU travel together, since every
-    journey from it waits for all that it has to do.
+    All small matrices are decomposed on the CPU, where that is fastest.
     """
-    least = [torch.float64 if w.wide else torch.promote_types(w.matrix.dtype, torch.float32) for w in wanted]
-    matrices = [w.matrix.to(dtype) for w, dtype in zip(wanted, least, strict=True)]
-    whole = [number for number, w in enumerate(wanted) if w.components is None]
-    part = [(number, w, w.components) for number, w in enumerate(wanted) if w.components is not None]
-    grams = moved([matrices[number] @ matrices[number].mT for number in whole])
-    # Begun before the CPU decomposes these, so that a GPU works meanwhile.
-    iterations = Iterations([matrices[n] for n, _, _ in part], [w.start for _, w, _ in part], [c for _, _, c in part])
-    for number, gram in zip(whole, grams, strict=True):
-        _check(wanted[number].name, float(gram.trace()))
-    found: dict[int, tuple[Spectrum, Tensor | None]] = {}
-    decomposed = _decomposed(grams, [matrices[number].device for number in whole])
-    for number, (values, basis, defect) in zip(whole, decomposed, strict=True):
-        spectrum = _resolved(values, basis, wanted[number].name, max(matrices[number].shape), defect)
-        found[number] = (spectrum, None)
-    for (number, w, components), ritz in zip(part, iterations.results(), strict=True):
-        _check(w.name, ritz.total)
-        found[number] = (_leading(ritz, w.name, components, matrices[number]), ritz.basis)
-    return [found[number] for number in range(len(wanted))]
+
+    def __init__(self, wanted: Sequence[Wanted]):
+        least = [torch.float64 if w.wide else torch.promote_types(w.matrix.dtype, torch.float32) for w in wanted]
+        self._wanted, self._matrices = wanted, [w.matrix.to(dtype) for w, dtype in zip(wanted, least, strict=True)]
+        self._whole = [number for number, w in enumerate(wanted) if w.components is None]
+        self._part = [(number, w, w.components) for number, w in enumerate(wanted) if w.components is not None]
+        self._grams = Fetched([self._matrices[number] @ self._matrices[number].mT for number in self._whole])
+        self._iterations = Iterations(
+            [self._matrices[number] for number, _, _ in self._part],
+            [w.start for _, w, _ in self._part],
+            [components for _, _, components in self._part],
+        )
+
+    def results(self) -> list[tuple[Spectrum, Tensor | None]]:
+        """Returns the spectra, and for those by iteration the basis to start from next time."""
+        grams = self._grams.arrived()
+        for number, gram in zip(self._whole, grams, strict=True):
+            _check(self._wanted[number].name, float(gram.trace()))
+        found: dict[int, tuple[Spectrum, Tensor | None]] = {}
+        decomposed = _decomposed(grams, [self._matrices[number].device for number in self._whole])
+        for number, (values, basis, defect) in zip(self._whole, decomposed, strict=True):
+            rounding = max(self._matrices[number].shape)
+            found[number] = (_resolved(values, basis, self._wanted[number].name, rounding, defect), None)
+        for (number, w, components), ritz in zip(self._part, self._iterations.results(), strict=True):
+            _check(w.name, ritz.total)
+            found[number] = (_leading(ritz, w.name, components, self._matrices[number]), ritz.basis)
+        return [found[number] for number in range(len(self._wanted))]
 
 
 def of_symmetric(symmetric: Tensor, name: str) -> Spectrum:
@@ -134,7 +142,7 @@ def _decomposed(grams: Sequence[Tensor], devices: Sequence[torch.device]) -> lis
     """
     pairs = [torch.linalg.eigh(gram) for gram in grams]
     defects = [orthonormality_defect(vectors) for _, vectors in pairs]
-    bases = moved([vectors for _, vectors in pairs], devices)
+    bases = sent([vectors for _, vectors in pairs], devices)
     return [(values, basis, defect) for (values, _), basis, defect in zip(pairs, bases, defects, strict=True)]
 
 

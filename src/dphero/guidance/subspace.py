@@ -13,11 +13,13 @@ columns, a matrix of low rank) the basis comes from a QR of Y instead, which is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from dphero.factors import to_device
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
 _COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis
@@ -64,31 +66,31 @@ class Iterations:
         stacks = [torch.stack([self._columns[number] for number in group]) for group in self._groups]
         units = [columns * columns.square().sum(1, keepdim=True).rsqrt() for columns in stacks]
         self._wide = [unit.double() for unit in units]
-        self._outer = [wide.mT @ wide for wide in self._wide]
+        outer = [wide.mT @ wide for wide in self._wide]
         order = [number for group in self._groups for number in group]
         unit = dict(zip(order, [each for stack in units for each in stack], strict=True))
-        self._inner = [_gram(matrix, unit[number]) for number, matrix in enumerate(matrices)]
+        inner = [_gram(matrix, unit[number]) for number, matrix in enumerate(matrices)]
         # Row by row: one float32 sum of millions of squares is wrong in the third digit.
-        self._norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
+        norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
+        self._fetched = Fetched([*outer, *inner, *norms])
 
     def results(self) -> list[Ritz]:
         """Waits for the devices, and returns what was found for each matrix."""
-        travellers = [self._outer, self._inner, self._norms]
-        arrived = iter(moved([each for some in travellers for each in some]))
-        outer, inner, norms = ([next(arrived) for _ in some] for some in travellers)
+        arrived, groups, number = self._fetched.arrived(), len(self._groups), len(self._matrices)
+        outer, inner, norms = arrived[:groups], arrived[groups : groups + number], arrived[groups + number :]
         totals = [float(torch.dot(each, each)) for each in map(Tensor.double, norms)]
         solved = [
             _solved(gram, torch.stack([inner[number] for number in group]).double())
             for group, gram in zip(self._groups, outer, strict=True)
         ]
-        turns = moved([turn for _, turn, _ in solved], [wide.device for wide in self._wide])
+        turns = sent([turn for _, turn, _ in solved], [wide.device for wide in self._wide])
         found: dict[int, Ritz] = {}
         for group, wide, (values, _, errors), turn in zip(self._groups, self._wide, solved, turns, strict=True):
             dtype, size = self._matrices[group[0]].dtype, wide.shape[1]
             bases = (wide @ turn).to(dtype)
             for place, (number, error) in enumerate(zip(group, errors.tolist(), strict=True)):
                 if math.isnan(error) and math.isfinite(totals[number]):
-                    found[number] = _by_qr(self._matrices[number], self._columns[number], totals[number])
+                    found[number] = _by_qr(self._matrices[number], self._columns[number])
                 else:
                     # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
                     defect = size * error + 2.0 * torch.finfo(dtype).eps
@@ -136,10 +138,14 @@ def _solved(outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values.flip(-1), turn, torch.where(sound, error, torch.nan)
 
 
-def _by_qr(matrix: Tensor, columns: Tensor, total: float) -> Ritz:
-    """The safe way: any columns have an orthonormal basis whose span holds theirs."""
+def _by_qr(matrix: Tensor, columns: Tensor) -> Ritz:
+    """The safe way: any columns have an orthonormal basis whose span holds theirs.
+
+    All but the columns is computed anew: the matrix may have changed since.
+    """
     basis = torch.linalg.qr(columns)[0]
     values, vectors = torch.linalg.eigh(_gram(matrix, basis).cpu())
+    total = float(torch.linalg.vector_norm(matrix, dim=1).double().square().sum())
     return Ritz(values.double().flip(0), basis @ vectors.flip(1).to(basis.device), total, None)
 
 
@@ -157,27 +163,50 @@ def first_basis(size: int, columns: int) -> Tensor:
 
 def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Returns the places of the tensors that can be stacked: those of one shape, dtype and device."""
-    groups: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(number)
+    return _grouped([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+
+
+class Fetched:
+    """Tensors on their way to the CPU, all that come from one device in one piece."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._pieces = []
+        for numbers in _grouped([(tensor.device, tensor.dtype) for tensor in tensors]):
+            piece = torch.cat([tensors[number].flatten() for number in numbers])
+            self._pieces.append((numbers, piece.to(_CPU, non_blocking=True)))
+        self._events = []
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            with torch.cuda.device(device):
+                self._events.append(torch.cuda.Event())
+                self._events[-1].record()
+
+    def arrived(self) -> list[Tensor]:
+        """Waits for what was asked of their devices before they left, not for what was asked since."""
+        for event in self._events:
+            event.synchronize()
+        return _apart(self._pieces, self._shapes)
+
+
+def sent(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+    """Sends tensors from the CPU, each to its device, in one piece for each; nothing is waited for."""
+    pieces = []
+    for numbers in _grouped([(device, tensor.dtype) for tensor, device in zip(tensors, devices, strict=True)]):
+        piece = torch.cat([tensors[number].flatten() for number in numbers])
+        pieces.append((numbers, to_device(piece, devices[numbers[0]])))
+    return _apart(pieces, [tensor.shape for tensor in tensors])
+
+
+def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
+    groups: dict[Hashable, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(number)
     return list(groups.values())
 
 
-def moved(tensors: Sequence[Tensor], devices: Sequence[torch.device] | None = None) -> list[Tensor]:
-    """Moves tensors, each to its device (None: to the CPU), all that take the same way in one piece.
-
-    Every journey from a GPU waits for all it has to do; one to a GPU does not.
-    """
-    devices = [_CPU] * len(tensors) if devices is None else devices
-    arrived = list(tensors)
-    ways: dict[tuple[torch.device, torch.device, torch.dtype], list[int]] = {}
-    for number, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
-        if tensor.device != device:
-            ways.setdefault((tensor.device, device, tensor.dtype), []).append(number)
-    for (_, device, _), numbers in ways.items():
-        piece = torch.cat([tensors[number].flatten() for number in numbers])
-        piece = piece.to(device, non_blocking=device.type == "cuda")
-        parts = piece.split([tensors[number].numel() for number in numbers])
-        for number, part in zip(numbers, parts, strict=True):
-            arrived[number] = part.view(tensors[number].shape)
-    return arrived
+def _apart(pieces: Sequence[tuple[list[int], Tensor]], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for numbers, piece in pieces:
+        parts = piece.split([shapes[number].numel() for number in numbers])
+        found.update((number, part.view(shapes[number])) for number, part in zip(numbers, parts, strict=True))
+    return [found[number] for number in range(len(shapes))]

@@ -19,6 +19,8 @@ ALGORITHM_2 = 2.0
 """Exponent of the paper's Algorithm 2 read as V = V V^T: noise in proportion to the squared eigenvalue."""
 INVERSE = -1.0
 """Exponent of the paper's text: noise in proportion to the inverse eigenvalue."""
+_AHEAD = ("cuda",)
+"""Devices that work on while Python does: there weights are decomposed a step ahead."""
 
 
 @dataclass(eq=False)
@@ -62,6 +64,7 @@ class PCA:
     exact_up_to: int = 64
     bare: bool = False
     _bases: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _begun: dict[str, spectra.Search] = field(default_factory=dict, init=False, repr=False)
 
     needs_gradients: ClassVar[bool] = False
 
@@ -80,17 +83,24 @@ class PCA:
         """Ignores the release: the weights say it all."""
 
     @torch.no_grad()
+    def prepare(self, released: Released) -> None:
+        """Begins to decompose the weights as they are now; the next `geometry` will be theirs.
+
+        On a GPU only, which then does this between other work and is not waited for.
+        """
+        if self.exponent != 0.0 and any(b.value.device.type in _AHEAD for b in released.blocks):
+            self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+
+    @torch.no_grad()
     def geometry(self, released: Released) -> dict[str, Geometry]:
         """Returns a left or right factor (or both) for each weight, and the left one for its bias."""
         if self.exponent == 0.0:
             return {}
-        sides = ("left", "right") if self.side == "both" else (self.side,)
         found: dict[str, dict[str, Any]] = {}
-        for side in sides:
-            # One axis of a weight of one row or column is a number: alone, it normalises to 1.
-            axes = [(b, _axis(b, side)) for b in released.blocks if b.has_matrix]
-            axes = [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
-            spectrums = self._spectra(axes)
+        for side in self._sides:
+            axes = self._axes(released, side)
+            search = self._begun.pop(side) if side in self._begun else self._search(axes)
+            spectrums = self._spectra(axes, search)
             groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
             made = [each for group in groups for each in spectra.factors(group, self.exponent, self.floor, self.bare)]
             for (block, axis), factor in zip(axes, made, strict=True):
@@ -99,22 +109,37 @@ class PCA:
         return share_rows(released, {name: Geometry(shapes[name], **sides) for name, sides in found.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings and the bases from which the next subspace iterations start."""
+        """Returns the settings and the bases from which the next subspace iterations start.
+
+        What `prepare` has begun is given up, in this run as in the one that is resumed.
+        """
+        self._begun.clear()
         return {"settings": self._settings(), "bases": dict(self._bases)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a PCA of the same settings."""
         same_settings(self._settings(), state["settings"])
         self._bases = dict(state["bases"])
+        self._begun.clear()
 
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _spectra(self, axes: Sequence[tuple[Block, Axis]]) -> list[spectra.Spectrum]:
+    @property
+    def _sides(self) -> tuple[str, ...]:
+        return ("left", "right") if self.side == "both" else (self.side,)
+
+    def _axes(self, released: Released, side: str) -> list[tuple[Block, Axis]]:
+        # One axis of a weight of one row or column is a number: alone, it normalises to 1.
+        axes = [(b, _axis(b, side)) for b in released.blocks if b.has_matrix]
+        return [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
+
+    def _search(self, axes: Sequence[tuple[Block, Axis]]) -> spectra.Search:
+        return spectra.Search([self._wanted(*each) for each in axes])
+
+    def _spectra(self, axes: Sequence[tuple[Block, Axis]], search: spectra.Search) -> list[spectra.Spectrum]:
         found = []
-        for (block, axis), (spectrum, basis) in zip(
-            axes, spectra.find([self._wanted(*each) for each in axes]), strict=True
-        ):
+        for (block, axis), (spectrum, basis) in zip(axes, search.results(), strict=True):
             if basis is not None:
                 self._bases[f"{block.name}:{axis}"] = basis
             found.append(spectrum if self.rank is None else spectra.limited(spectrum, self.rank))

@@ -6,6 +6,7 @@ used again and stays in cache; then the per-example gradient is one batched prod
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -216,23 +217,50 @@ class Convolution(Piece):
 
     def _gram_norms(self, factor: Factor | None) -> Tensor:
         squares = []
-        for first, last, patches in self._patches():
+        for first, last, grams in self._patch_grams():
             left = self.delta[first:last].flatten(2).transpose(1, 2)
             if factor is not None:
                 left = factor.whiten(left)
-            grams: Tensor | None = None
-            for columns in patches:
-                right = columns.transpose(1, 2)
-                if grams is None:
-                    grams = torch.bmm(right, right.transpose(1, 2))
-                else:
-                    grams.baddbmm_(right, right.transpose(1, 2))
-            assert grams is not None
             lefts = torch.bmm(left, left.transpose(1, 2))
             traces = [gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (lefts, grams)]
             room = traces[0] * traces[1] * gram_rounding(left, left.shape[1] + self.shape[0] + prod(self.shape[1:]))
             squares.append(grams.mul_(lefts).sum((1, 2)).clamp_(min=0).add_(room))
         return squares[0] if len(squares) == 1 else torch.cat(squares)
+
+    def _patch_grams(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ``(first, last, grams)``: for some examples, the products of all patches with each other.
+
+        Patches that start at p and q meet position by position: their product is that of the input's positions p + d
+        and q + d, summed over the kernel's offsets d. So the input's own products are enough, in all places that a
+        kernel shifts them to, unless the kernel's stride leaves out most of them.
+        """
+        x, arguments, out = self.x, self.arguments, self.delta.shape[2:]
+        sizes = [size + 2 * pad for size, pad in zip(x.shape[2:], arguments.padding, strict=True)]
+        if prod(sizes) ** 2 >= prod(out) ** 2 * prod(self.shape[2:]):
+            for first, last, patches in self._patches():
+                rights = [columns.transpose(1, 2) for columns in patches]
+                grams = torch.bmm(rights[0], rights[0].transpose(1, 2))
+                for right in rights[1:]:
+                    grams.baddbmm_(right, right.transpose(1, 2))
+                yield first, last, grams
+            return
+        limit = _CPU_BUFFER * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BUFFER
+        chunk = max(1, limit // prod(sizes) ** 2)
+        around = [pad for pad in reversed(arguments.padding) for _ in range(2)]
+        for first in range(0, len(x), chunk):
+            part = x[first : first + chunk]
+            flat = F.pad(part, around).flatten(2) if any(around) else part.flatten(2)
+            whole = torch.bmm(flat.transpose(1, 2), flat).view(len(part), *sizes, *sizes)
+            grams = whole.new_zeros(len(part), *out, *out)
+            for offset in itertools.product(*(range(size) for size in self.shape[2:])):
+                shifted = whole
+                for axis, (start, size) in enumerate(zip(offset, out, strict=True)):
+                    stride, begin = arguments.stride[axis], start * arguments.dilation[axis]
+                    places = slice(begin, begin + stride * (size - 1) + 1, stride)
+                    shifted = shifted[(slice(None),) * (1 + axis) + (places,)]
+                    shifted = shifted[(slice(None),) * (1 + len(out) + axis) + (places,)]
+                grams += shifted
+            yield first, first + len(part), grams.view(len(part), prod(out), prod(out))
 
     def _native_sum(self, weights: Tensor) -> Tensor:
         arguments = self.arguments
