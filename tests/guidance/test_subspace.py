@@ -25,7 +25,8 @@ def layer(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32
 
 
 def iterated(matrices: Sequence[Tensor], starts: Sequence[Tensor | None] | None = None, kept: int = 16) -> list[Ritz]:
-    return Iterations(matrices, starts or [None] * len(matrices), [kept] * len(matrices)).results()
+    iterations = Iterations(matrices, starts or [None] * len(matrices), [kept] * len(matrices))
+    return iterations.results(iterations.solve())
 
 
 def defect(basis: Tensor) -> float:

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
-from dphero.guidance.subspace import Fetched, Iterations, Ritz, sent
+from dphero.guidance.subspace import Fetched, Iterations, Ritz, Solved, sent
+
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="dphero-spectra")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +74,7 @@ class Wanted:
 
 
 class Search:
-    """Finds spectra: under way on their devices from the start, waited for by `results`.
+    """Finds spectra: what a device does is under way from the start, all else is done by `begin` or by `results`.
 
     The values by iteration are those of Rayleigh and Ritz (see :mod:`dphero.guidance.subspace`), and the directions
     not resolved get the exact mean of what is left, (||M||_F^2 - sum theta) / (k - r). Deterministic: the first basis
@@ -90,18 +94,28 @@ class Search:
             [w.start for _, w, _ in self._part],
             [components for _, _, components in self._part],
         )
+        self._solved: Future[tuple[list[_Decomposed], list[Solved]]] | None = None
 
-    def results(self) -> list[tuple[Spectrum, Tensor | None]]:
-        """Returns the spectra, and for those by iteration the basis to start from next time."""
+    def begin(self) -> None:
+        """Lets a thread do what is done on the CPU as soon as the devices have done their part."""
+        self._solved = _THREAD.submit(self._solve)
+
+    def _solve(self) -> tuple[list[_Decomposed], list[Solved]]:
         grams = self._grams.arrived()
         for number, gram in zip(self._whole, grams, strict=True):
             _check(self._wanted[number].name, float(gram.trace()))
+        with torch.no_grad():
+            return [_decomposed(gram) for gram in grams], self._iterations.solve()
+
+    def results(self) -> list[tuple[Spectrum, Tensor | None]]:
+        """Returns the spectra, and for those by iteration the basis to start from next time."""
+        decomposed, solved = self._solve() if self._solved is None else self._solved.result()
         found: dict[int, tuple[Spectrum, Tensor | None]] = {}
-        decomposed = _decomposed(grams, [self._matrices[number].device for number in self._whole])
-        for number, (values, basis, defect) in zip(self._whole, decomposed, strict=True):
-            rounding = max(self._matrices[number].shape)
-            found[number] = (_resolved(values, basis, self._wanted[number].name, rounding, defect), None)
-        for (number, w, components), ritz in zip(self._part, self._iterations.results(), strict=True):
+        bases = sent([each.basis for each in decomposed], [self._matrices[number].device for number in self._whole])
+        for number, each, basis in zip(self._whole, decomposed, bases, strict=True):
+            name, rounding = self._wanted[number].name, max(self._matrices[number].shape)
+            found[number] = (_resolved(each, basis, name, rounding), None)
+        for (number, w, components), ritz in zip(self._part, self._iterations.results(solved), strict=True):
             _check(w.name, ritz.total)
             found[number] = (_leading(ritz, w.name, components, self._matrices[number]), ritz.basis)
         return [found[number] for number in range(len(self._wanted))]
@@ -109,14 +123,27 @@ class Search:
 
 def of_symmetric(symmetric: Tensor, name: str) -> Spectrum:
     """Returns the spectrum of a symmetric matrix; what is negative or below rounding error becomes zero."""
-    ((values, basis, defect),) = _decomposed([symmetric.cpu()], [symmetric.device])
-    return _resolved(values, basis, name, len(symmetric), defect)
+    found = _decomposed(symmetric.cpu())
+    return _resolved(found, found.basis.to(symmetric.device), name, len(symmetric))
 
 
-def _resolved(values: Tensor, basis: Tensor, name: str, rounding: int, defect: float) -> Spectrum:
-    error = torch.finfo(values.dtype).eps * rounding * float(values[-1])
-    values = functional.threshold(values.double(), max(error, 0.0), 0.0)
-    return Spectrum(name, values, basis, len(values), float(values.sum()), defect=defect)
+class _Decomposed(NamedTuple):
+    """Eigenvalues and eigenvectors U on the CPU, and how far U^T U is from I: measured where that waits for nothing."""
+
+    values: Tensor
+    basis: Tensor
+    defect: float
+
+
+def _decomposed(gram: Tensor) -> _Decomposed:
+    values, basis = torch.linalg.eigh(gram)
+    return _Decomposed(values, basis, orthonormality_defect(basis))
+
+
+def _resolved(found: _Decomposed, basis: Tensor, name: str, rounding: int) -> Spectrum:
+    error = torch.finfo(found.values.dtype).eps * rounding * float(found.values[-1])
+    values = functional.threshold(found.values.double(), max(error, 0.0), 0.0)
+    return Spectrum(name, values, basis, len(values), float(values.sum()), defect=found.defect)
 
 
 def _leading(ritz: Ritz, name: str, components: int, matrix: Tensor) -> Spectrum:
@@ -132,18 +159,6 @@ def _leading(ritz: Ritz, name: str, components: int, matrix: Tensor) -> Spectrum
 def _check(name: str, trace: float) -> None:
     if not math.isfinite(trace):
         raise ValueError(f"block {name!r} holds NaN or infinite values: the training has diverged")
-
-
-def _decomposed(grams: Sequence[Tensor], devices: Sequence[torch.device]) -> list[tuple[Tensor, Tensor, float]]:
-    """Decomposes small symmetric matrices on the CPU.
-
-    Returns for each the eigenvalues, on the CPU, the eigenvectors U, on the device asked for, and how far U^T U is from
-    I: measured here, where looking at a number waits for nothing.
-    """
-    pairs = [torch.linalg.eigh(gram) for gram in grams]
-    defects = [orthonormality_defect(vectors) for _, vectors in pairs]
-    bases = sent([vectors for _, vectors in pairs], devices)
-    return [(values, basis, defect) for (values, _), basis, defect in zip(pairs, bases, defects, strict=True)]
 
 
 def limited(spectrum: Spectrum, rank: int) -> Spectrum:

@@ -46,8 +46,26 @@ class Ritz:
     defect: float | None
 
 
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What was done on the CPU, for matrices of one size.
+
+    Attributes:
+        values: theta, a row for each;
+        turn: L^-T V;
+        errors: the rounding error of U^T U for each row of Y. NaN where the columns are too close to dependent, and
+            what is returned with it is of no use;
+        totals: ||M||_F^2.
+    """
+
+    values: Tensor
+    turn: Tensor
+    errors: list[float]
+    totals: list[float]
+
+
 class Iterations:
-    """Iterations for several matrices: under way on their devices from the start, waited for by `results`.
+    """Iterations for several matrices, under way on their devices from the start.
 
     Args:
         matrices: each M, k x m.
@@ -74,27 +92,34 @@ class Iterations:
         norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
         self._fetched = Fetched([*outer, *inner, *norms])
 
-    def results(self) -> list[Ritz]:
-        """Waits for the devices, and returns what was found for each matrix."""
+    def solve(self) -> list[Solved]:
+        """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
         arrived, groups, number = self._fetched.arrived(), len(self._groups), len(self._matrices)
         outer, inner, norms = arrived[:groups], arrived[groups : groups + number], arrived[groups + number :]
-        totals = [float(torch.dot(each, each)) for each in map(Tensor.double, norms)]
-        solved = [
-            _solved(gram, torch.stack([inner[number] for number in group]).double())
+        return [
+            _solved(
+                gram,
+                torch.stack([inner[number] for number in group]).double(),
+                [float(torch.dot(each, each)) for each in (norms[number].double() for number in group)],
+            )
             for group, gram in zip(self._groups, outer, strict=True)
         ]
-        turns = sent([turn for _, turn, _ in solved], [wide.device for wide in self._wide])
+
+    def results(self, solved: list[Solved]) -> list[Ritz]:
+        """Returns what was found for each matrix, given what :meth:`solve` returned."""
+        turns = sent([each.turn for each in solved], [wide.device for wide in self._wide])
         found: dict[int, Ritz] = {}
-        for group, wide, (values, _, errors), turn in zip(self._groups, self._wide, solved, turns, strict=True):
+        for group, wide, each, turn in zip(self._groups, self._wide, solved, turns, strict=True):
             dtype, size = self._matrices[group[0]].dtype, wide.shape[1]
             bases = (wide @ turn).to(dtype)
-            for place, (number, error) in enumerate(zip(group, errors.tolist(), strict=True)):
-                if math.isnan(error) and math.isfinite(totals[number]):
+            for place, number in enumerate(group):
+                total, error = each.totals[place], each.errors[place]
+                if math.isnan(error) and math.isfinite(total):
                     found[number] = _by_qr(self._matrices[number], self._columns[number])
                 else:
                     # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
                     defect = size * error + 2.0 * torch.finfo(dtype).eps
-                    found[number] = Ritz(values[place], bases[place], totals[number], defect)
+                    found[number] = Ritz(each.values[place], bases[place], total, defect)
         return [found[number] for number in range(len(self._matrices))]
 
 
@@ -120,11 +145,8 @@ def _gram(matrix: Tensor, columns: Tensor) -> Tensor:
     return inner @ inner.mT
 
 
-def _solved(outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for stacks of Y^T Y and Y^T M M^T Y: theta, L^-T V, and the rounding error of U^T U for each row of Y.
-
-    The error is NaN where the columns are too close to dependent, and what is returned with it is of no use.
-    """
+def _solved(outer: Tensor, inner: Tensor, totals: list[float]) -> Solved:
+    """Solves what is small, for stacks of Y^T Y and Y^T M M^T Y."""
     eye = torch.eye(outer.shape[-1], dtype=outer.dtype)
     lower, failed = torch.linalg.cholesky_ex(outer)
     inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
@@ -135,7 +157,7 @@ def _solved(outer: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     turn = (inverse.mT @ vectors).flip(-1)
     measured = (turn.mT @ outer @ turn - eye).abs().amax((-2, -1))
     error = measured + growth * torch.finfo(outer.dtype).eps
-    return values.flip(-1), turn, torch.where(sound, error, torch.nan)
+    return Solved(values.flip(-1), turn, torch.where(sound, error, torch.nan).tolist(), totals)
 
 
 def _by_qr(matrix: Tensor, columns: Tensor) -> Ritz:

@@ -90,6 +90,8 @@ class PCA:
         """
         if self.exponent != 0.0 and any(b.value.device.type in _AHEAD for b in released.blocks):
             self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+            for search in self._begun.values():
+                search.begin()
 
     @torch.no_grad()
     def geometry(self, released: Released) -> dict[str, Geometry]:
