@@ -19,8 +19,9 @@ from torch.utils.data import TensorDataset
 
 from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
+from dphero.factors import Scalar
 from dphero.geometry import Geometry, identity
-from dphero.guidance import PCA, History, Isotropic, Released
+from dphero.guidance import PCA, History, Isotropic, Released, weights
 from dphero.mechanism import Mechanism
 from tests.trainer import Training, network, training
 
@@ -473,18 +474,41 @@ def test_guidance_for_unknown_parameters_is_refused() -> None:
         training(guidance=Wrong())
 
 
-def test_guidance_may_begin_one_lot_before_it_is_asked() -> None:
+@pytest.mark.parametrize("begins", [False, True])
+def test_guidance_may_begin_one_lot_before_it_is_asked(begins: bool) -> None:
     calls: list[tuple[str, int]] = []
 
     class Ahead(Isotropic):
         refresh_every = 3
 
-        def prepare(self, released: Released) -> None:
+        def prepare(self, released: Released) -> bool:
             calls.append(("prepare", released.step))
+            return begins
 
         def geometry(self, released: Released) -> dict[str, Geometry]:
             calls.append(("geometry", released.step))
-            return {}
+            return {"0.weight": Geometry((8, 6), left=Scalar(8, 1.0 + len(calls)))}
 
-    training(guidance=Ahead()).steps(7)
-    assert calls == [("geometry", 0), ("prepare", 2), ("geometry", 3), ("prepare", 5), ("geometry", 6)]
+    run = training(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), guidance=Ahead())
+    it, seen = mechanism(run), []
+    for _ in range(7):
+        run.steps(1)
+        seen.append(it.noise_geometry["0.weight"].smallest)
+    asked = (2, 5) if begins else (3, 6)  # in the release of the lot that it was told about, or before the next lot
+    assert calls == [("geometry", 0), ("prepare", 2), ("geometry", asked[0]), ("prepare", 5), ("geometry", asked[1])]
+    assert seen == [2.0] * 3 + [4.0] * 3 + [6.0]  # from lot 3 and 6 on, whenever it was made
+
+
+def test_a_checkpoint_gives_up_what_was_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed or not, the geometry is then that of the weights as they are."""
+    monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
+    ahead, resumed = (training(guidance=PCA(refresh_every=3), seed=1) for _ in range(2))
+    ahead.steps(3)
+    assert mechanism(ahead)._next is not None
+    state = copy.deepcopy(ahead.engine._attached.state_dict())
+    assert mechanism(ahead)._next is None
+    resumed.engine._attached.load_state_dict(state)
+    for run in (ahead, resumed):
+        run.steps(4)
+    for name, value in ahead.module.state_dict().items():
+        assert torch.equal(value, resumed.module.state_dict()[name]), name

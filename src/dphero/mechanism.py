@@ -90,6 +90,8 @@ class Mechanism:
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
         self._geometry: dict[str, Geometry] = dict(self._identity)
         self._last: dict[str, Tensor] | None = None
+        self._next: dict[str, Geometry] | None = None  # made ahead of its time
+        self._begun = False
         self._renewed_at = 0
         self.refresh()
 
@@ -106,7 +108,11 @@ class Mechanism:
         return self._geometry
 
     def refresh(self) -> None:
-        """Ask guidance for the geometry of the coming releases."""
+        """Ask guidance for the geometry of the coming releases, unless it has given it already."""
+        self._geometry, self._next = self._next or self._asked(), None
+        self._begun, self._renewed_at = False, self.releases
+
+    def _asked(self) -> dict[str, Geometry]:
         found = self.guidance.geometry(self._released())
         unknown = found.keys() - self._parameters.keys()
         if unknown:
@@ -117,7 +123,7 @@ class Mechanism:
         if self.mode == "ball":
             smallest = min(shape.smallest for shape in geometry.values())
             geometry = {name: shape.scaled(1 / smallest) for name, shape in geometry.items()}
-        self._geometry, self._renewed_at = geometry, self.releases
+        return geometry
 
     def before_lot(self) -> None:
         """Refuse a lot that the budget does not cover; renew the geometry when its time has come.
@@ -128,7 +134,7 @@ class Mechanism:
         if age >= self.guidance.refresh_every:
             self.refresh()
         elif age == self.guidance.refresh_every - 1 and isinstance(self.guidance, Prepares):
-            self.guidance.prepare(self._released())
+            self._begun = self.guidance.prepare(self._released())
         self.check_budget()
 
     def _released(self) -> Released:
@@ -203,6 +209,8 @@ class Mechanism:
                 self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
             elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
+        if self._begun:  # while the sums are on their way
+            self._next, self._begun = self._asked(), False
         sums = lot.sums
         named = [name for name in others if name in sums]
         if named:
@@ -263,7 +271,11 @@ class Mechanism:
     # -- checkpoint -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs for the coming releases to be what they would have been."""
+        """Return what a checkpoint needs for the coming releases to be what they would have been.
+
+        What was made ahead of its time is given up, in this run as in the one that is resumed.
+        """
+        self._next, self._begun = None, False
         return {
             "mode": self.mode,
             "releases": self.releases,

@@ -112,8 +112,11 @@ class Guidance(Protocol):
 class Prepares(Protocol):
     """A guidance that wants to know one step before `geometry` is asked, to begin with what takes long."""
 
-    def prepare(self, released: Released) -> None:
-        """Begins; may be called again, or not at all, before the next `geometry`."""
+    def prepare(self, released: Released) -> bool:
+        """Begins, and returns whether it did: then `geometry` may be asked before the step's end.
+
+        It may be called again, or not at all, before the next `geometry`.
+        """
 
 
 def as_matrix(tensor: Tensor, axis: Axis) -> Tensor:

@@ -83,15 +83,17 @@ class PCA:
         """Ignores the release: the weights say it all."""
 
     @torch.no_grad()
-    def prepare(self, released: Released) -> None:
+    def prepare(self, released: Released) -> bool:
         """Begins to decompose the weights as they are now; the next `geometry` will be theirs.
 
         On a GPU only, which then does this between other work and is not waited for.
         """
-        if self.exponent != 0.0 and any(b.value.device.type in _AHEAD for b in released.blocks):
-            self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
-            for search in self._begun.values():
-                search.begin()
+        if self.exponent == 0.0 or not any(block.value.device.type in _AHEAD for block in released.blocks):
+            return False
+        self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+        for search in self._begun.values():
+            search.begin()
+        return True
 
     @torch.no_grad()
     def geometry(self, released: Released) -> dict[str, Geometry]:
