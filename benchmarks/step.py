@@ -1,12 +1,16 @@
 """What a private training step costs: time as a ratio to plain SGD, and peak memory.
 
-    python benchmarks/step.py --json benchmarks/results/step-cpu.json
+    python benchmarks/step.py --processes 5 --json benchmarks/results/step-cpu.json
     python benchmarks/step.py --device cuda --models wrn-16-4 transformer --compile --json ...
 
 Every system takes the same kind of step: draw a batch of a fixed size by index, forward, backward, step. In each round
 every system, in random order, takes 10 steps, so that each round has one renewal of the guidance. A ratio is (system /
 plain SGD) of one round; reported are its median and its quartiles over the rounds. Opacus, which has nothing to renew,
 takes as many steps as fit in the time of plain SGD's, at least one, so that it does not stretch the run.
+
+Where memory lies, and what else the process has done, speeds a system up or slows it down by a tenth and more, plain SGD
+too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N processes
+of its own, the systems taking turns; reported are the ratios of all rounds together, and each process's median.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
@@ -179,7 +183,12 @@ def timed(step: Step, steps: int, device: str, clock: Callable[[], float]) -> fl
     return (clock() - start) / steps
 
 
-def time_systems(name: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+Times = dict[str, list[tuple[float, float]]]
+"""For each system, the seconds of one step in each round, with plain SGD's of that round."""
+
+
+def time_systems(name: str, rows: int, options: argparse.Namespace) -> tuple[Times, dict[str, int]]:
+    """Time all systems in this process; return the times, and the steps that each took in a round."""
     clock = time.process_time if options.cpu_time else time.perf_counter
     shuffle = random.Random(0).shuffle
     systems = ["plain", *(system for system in options.systems if system != "plain")]
@@ -193,25 +202,46 @@ def time_systems(name: str, rows: int, options: argparse.Namespace) -> dict[str,
             steps[system] = max(1, min(options.steps, round(options.steps * seconds["plain"] / seconds[system])))
         timed(made[system], min(options.warmup, steps[system]), options.device, clock)
     rounds = options.rounds or (15 if options.steps * seconds["plain"] < _LONG else 5)
-    times: dict[str, list[tuple[float, float]]] = {system: [] for system in systems}  # with plain SGD's of that round
+    times: Times = {system: [] for system in systems}
     for _ in range(rounds):
         shuffle(systems)
         found = {system: timed(made[system], steps[system], options.device, clock) for system in systems}
         for system, value in found.items():
             times[system].append((value, found["plain"]))
-    return {system: summary(pairs, steps[system]) for system, pairs in times.items()}
+    return times, steps
 
 
-def summary(pairs: list[tuple[float, float]], steps: int) -> dict[str, Any]:
-    ratios = [seconds / unit for seconds, unit in pairs]
+def time_apart(name: str, options: argparse.Namespace) -> tuple[list[Times], dict[str, int]]:
+    """Time each system in processes of its own, with plain SGD; return the times of each process."""
+    found: list[Times] = []
+    steps: dict[str, int] = {}
+    for number in range(options.processes):
+        for system in [each for each in options.systems if each != "plain"]:
+            command = [sys.executable, __file__, "--times-of", system, *sys.argv[1:], "--models", name]
+            out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+            times, each = json.loads(out.stdout.strip().splitlines()[-1])
+            found.append(times)
+            steps.update(each)
+            ratio = statistics.median(seconds / unit for seconds, unit in times[system])
+            print(f"  {name} {system}, process {number + 1} of {options.processes}: {ratio:.3f}", file=sys.stderr)
+    return found, steps
+
+
+def summary(system: str, processes: list[Times], steps: int) -> dict[str, Any]:
+    apart = [[seconds / unit for seconds, unit in times[system]] for times in processes if system in times]
+    ratios = [ratio for some in apart for ratio in some]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return {
-        "milliseconds": round(1e3 * statistics.median(seconds for seconds, _ in pairs), 3),
+    seconds = [seconds for times in processes for seconds, _ in times.get(system, [])]
+    found = {
+        "milliseconds": round(1e3 * statistics.median(seconds), 3),
         "ratio": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)],
-        "rounds": len(pairs),
+        "rounds": len(ratios),
         "steps": steps,
     }
+    if len(apart) > 1 and system != "plain":
+        found["processes"] = [round(statistics.median(some), 3) for some in apart]
+    return found
 
 
 def measure_memory(options: argparse.Namespace, system: str, name: str, rows: int) -> float:
@@ -258,7 +288,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="the process's CPU time: for a machine that is shared")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--processes", type=int, help="each system alone with plain SGD, in so many processes")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--times-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     options = parser.parse_args()
     if options.systems is None:
@@ -266,10 +298,18 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def rows_of(name: str, options: argparse.Namespace) -> int:
+    return options.rows // 4 if name == "transformer" else options.rows
+
+
 def main() -> None:
     options = parse()
     if options.memory_of:
         memory_of(options)
+        return
+    if options.times_of:
+        options.systems = ["plain", options.times_of]
+        print(json.dumps(time_systems(options.models[0], rows_of(options.models[0], options), options)))
         return
     report: dict[str, Any] = {
         "torch": torch.__version__,
@@ -280,8 +320,13 @@ def main() -> None:
         "models": {},
     }
     for name in options.models:
-        rows = options.rows // 4 if name == "transformer" else options.rows
-        found = time_systems(name, rows, options)
+        rows = rows_of(name, options)
+        if options.processes:
+            processes, steps = time_apart(name, options)
+        else:
+            times, steps = time_systems(name, rows, options)
+            processes = [times]
+        found = {system: summary(system, processes, steps[system]) for system in steps}
         for system, values in found.items():
             if not options.no_memory:
                 values["peak_mib"] = round(measure_memory(options, system, name, rows), 1)
