@@ -173,15 +173,14 @@ class Convolution(Piece):
         n, groups, offsets = len(self.x), self.arguments.groups, self._offsets
         rows, columns = self.shape[0] // groups, prod(self.shape[1:]) // offsets
         delta = self.delta.reshape(n * groups, rows, -1)
-        if early is not None:
-            delta = early.whiten(delta, axis=-2)
         norms = []
         kept = self._room.lend(self, delta, (offsets, n * groups, columns, rows)) if keep else None
         for first, last, patches in self._patches():
             part = slice(first * groups, last * groups)
             out = delta.new_empty(offsets, part.stop - part.start, columns, rows) if kept is None else kept[:, part]
+            left = delta[part] if early is None else early.whiten(delta[part], axis=-2)
             for offset, columns_of_offset in enumerate(patches):
-                torch.bmm(columns_of_offset, delta[part].transpose(1, 2), out=out[offset])
+                torch.bmm(columns_of_offset, left.transpose(1, 2), out=out[offset])
             if late is not None:
                 out = late.whiten(out.reshape(-1, rows))
             # while in cache; along contiguous memory only, which is twice as fast
