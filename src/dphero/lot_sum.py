@@ -32,14 +32,18 @@ class Diagnostics:
 
 
 class LotSum:
-    """Accumulates Σ_i w̄_i over the physical batches of a lot.
+    """Accumulates Σ_i w̄_i / B over the physical batches of a lot.
 
     What was added last is *settled* when someone looks: only then is it known whether all its gradients are finite, and
     on a GPU that has to be waited for.
+
+    Args:
+        clipping: The clip rule.
+        divisor: B. It costs nothing to divide here, where each example gets its weight.
     """
 
-    def __init__(self, clipping: Clipping) -> None:
-        self._clipping = clipping
+    def __init__(self, clipping: Clipping, divisor: float = 1.0) -> None:
+        self._clipping, self._divisor = clipping, divisor
         self._diagnostics = Diagnostics()
         self._added: _Added | None = None
         self.clear()
@@ -53,7 +57,7 @@ class LotSum:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Σ_i w̄_i in parameter space; a name that is missing stands for zero."""
+        """Σ_i w̄_i / B in parameter space; a name that is missing stands for zero."""
         self._settle()
         return self._sums
 
@@ -134,8 +138,9 @@ class LotSum:
     def _sum(
         self, batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, scale: float
     ) -> dict[str, Tensor]:
-        """Return the clipped sums over the examples in ``keep`` (``None``: over all)."""
-        return batch.weighted_sums(_map(weights, lambda values: values * scale), keep)
+        """Return the clipped sums, over B, of the examples in ``keep`` (``None``: of all)."""
+        factor = scale / self._divisor
+        return batch.weighted_sums(_map(weights, lambda values: values * factor), keep)
 
     def _note(self, reading: _Reading, real: int) -> int:
         """Bring the diagnostics up to date; return how many gradients are not finite."""

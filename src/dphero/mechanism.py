@@ -40,7 +40,7 @@ class Lot(Protocol):
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
-        """Clipped sums Σ_i w̄_i in parameter space; a missing name is a sum of zero, and gets noise."""
+        """Clipped sums Σ_i w̄_i / B in parameter space; a missing name is a sum of zero, and gets noise."""
 
     @property
     def count(self) -> Tensor | None:
@@ -180,7 +180,7 @@ class Mechanism:
 
     @torch.no_grad()
     def release(self, lot: Lot) -> dict[str, Tensor]:
-        """Release one lot: charge the ledger, add noise, divide by B.
+        """Release one lot: charge the ledger, add noise.
 
         Args:
             lot: What to release. Its sums are used up: some become gradients themselves. On a GPU they are asked for
@@ -202,7 +202,7 @@ class Mechanism:
             [*onto.values(), *rest],
             [*(scale * self.noise_geometry[name].least for name in onto), *[scale] * len(rest)],
             self.releases,
-            [1 / self.expected_lot] * len(onto),
+            [1.0] * len(onto),
         )
         for name, noise in gradients.items():
             if name in further:
@@ -214,9 +214,7 @@ class Mechanism:
         sums = lot.sums
         named = [name for name in others if name in sums]
         if named:
-            torch._foreach_add_(
-                [others[name] for name in named], [sums[name] for name in named], alpha=1 / self.expected_lot
-            )
+            torch._foreach_add_([others[name] for name in named], [sums[name] for name in named])
         self.releases += 1
         if self.guidance.needs_gradients:
             self._last = gradients

@@ -51,7 +51,7 @@ class Run:
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
-        self.lot_sum = LotSum(mechanism.clipping)
+        self.lot_sum = LotSum(mechanism.clipping, mechanism.expected_lot)
         self.taps = Taps(
             module,
             parameters,

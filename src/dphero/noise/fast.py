@@ -213,7 +213,8 @@ class _Lane:
             if own != std:
                 part *= own
             if keep:
-                array *= keep
+                if keep != 1.0:
+                    array *= keep
                 array += part
             else:
                 array[:] = part
