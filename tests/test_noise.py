@@ -50,9 +50,9 @@ def test_what_is_kept_gets_the_noise_that_would_have_been_written(make, dtype):
     fresh = draw(make(), *shapes, release=4, dtype=dtype)
     before = [torch.randn(shape, dtype=dtype) for shape in shapes]
     tensors = [tensor.clone() for tensor in before]
-    make().fill(tensors, STD, 4, keep=[0.25, 0.0, 2.0])
+    make().fill(tensors, STD, 4, keep=[True, False, True])
     eps = torch.finfo(dtype).eps
-    for tensor, held, noise_, keep in zip(tensors, before, fresh, [0.25, 0.0, 2.0], strict=True):
+    for tensor, held, noise_, keep in zip(tensors, before, fresh, [True, False, True], strict=True):
         # SecureNoise adds in float64 and rounds once
         torch.testing.assert_close(tensor, noise_ + keep * held, rtol=4 * eps, atol=4 * eps)
 
@@ -60,7 +60,7 @@ def test_what_is_kept_gets_the_noise_that_would_have_been_written(make, dtype):
 @both
 @pytest.mark.parametrize("sizes", [(50_000, 7, 90_000), (131_072, 131_072, 40)], ids=["in one chunk", "a chunk each"])
 def test_each_tensor_may_have_a_deviation_of_its_own(make, sizes):
-    stds, keep = [0.25, 2.0, 1.7], [0.0, 0.5, 3.0]
+    stds, keep = [0.25, 2.0, 1.7], [False, True, True]
     unit = draw(make(), *sizes, release=4, std=1.0)
     tensors = [torch.ones(size) for size in sizes]
     make().fill(tensors, stds, 4, keep)
@@ -73,10 +73,10 @@ def test_each_tensor_may_have_a_deviation_of_its_own(make, sizes):
 
 
 @both
-def test_without_noise_what_is_kept_is_only_scaled(make):
+def test_without_noise_what_is_kept_stays(make):
     tensors = [torch.ones(3), torch.ones(3)]
-    make().fill(tensors, 0.0, 0, keep=[0.5])
-    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [0.0] * 3
+    make().fill(tensors, 0.0, 0, keep=[True])
+    assert tensors[0].tolist() == [1.0] * 3 and tensors[1].tolist() == [0.0] * 3
 
 
 @both
@@ -86,7 +86,7 @@ def test_without_noise_what_is_kept_is_only_scaled(make):
 def test_a_tensor_that_cannot_be_added_to_in_place_is_refused(make, bad):
     source, before = make(), bad.clone()
     with pytest.raises(ValueError, match="in place"):
-        source.fill([bad], STD, 0, keep=[1.0])
+        source.fill([bad], STD, 0, keep=[True])
     assert torch.equal(bad, before) and source.last_release == -1
 
 
@@ -345,7 +345,7 @@ def test_parameters_keep_their_storage_and_their_graph(make):
 
 
 @both
-@pytest.mark.parametrize("keep", [0.0, 1.0])
+@pytest.mark.parametrize("keep", [False, True])
 def test_autograd_notices_that_a_tensor_was_written(make, keep):
     factor = torch.ones(3)
     loss = (factor * torch.ones(3, requires_grad=True)).sum()

@@ -202,7 +202,7 @@ class Mechanism:
             [*onto.values(), *rest],
             [*(scale * self.noise_geometry[name].least for name in onto), *[scale] * len(rest)],
             self.releases,
-            [1.0] * len(onto),
+            [True] * len(onto),
         )
         for name, noise in gradients.items():
             if name in further:

@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
     """A flat part of a target."""
 
     array: np.ndarray
-    keep: float
+    keep: bool
     std: float
 
 
@@ -213,8 +213,6 @@ class _Lane:
             if own != std:
                 part *= own
             if keep:
-                if keep != 1.0:
-                    array *= keep
                 array += part
             else:
                 array[:] = part

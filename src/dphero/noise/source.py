@@ -28,10 +28,10 @@ __all__ = [
 
 
 class Target(NamedTuple):
-    """A tensor, or a flat part of one, that gets `keep` times itself plus noise of its standard deviation."""
+    """A tensor, or a flat part of one, that is overwritten with noise, or gets it added to what it holds (`keep`)."""
 
     tensor: Tensor
-    keep: float
+    keep: bool
     std: float
 
 
@@ -48,17 +48,17 @@ class NoiseSource(Protocol):
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
 
     def fill(
-        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[float] = ()
+        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[bool] = ()
     ) -> None:
-        """Overwrite every tensor in place with independent N(0, std²), or add to a multiple of what it holds.
+        """Overwrite every tensor in place with independent N(0, std²), or add that to what it holds.
 
         Args:
             tensors: floating-point tensors of any shape, strides and device; empty ones are fine.
             std: standard deviation, σ·C: one, or one for each tensor. Zero gives zeros, and uses the release up all
                 the same.
             release: index of this release, larger than every index served before.
-            keep: for each tensor, what its values are multiplied by before noise is added; 0, or left out, for
-                overwriting. Others than 0 need a contiguous tensor on the CPU, of 32 or 64 bits.
+            keep: for each tensor, whether noise is added to what it holds; left out, it is overwritten. This needs a
+                contiguous tensor on the CPU, of 32 or 64 bits.
 
         Raises:
             RuntimeError: `release` is not larger than the last one served.
@@ -85,7 +85,7 @@ class OneTimeSource(ABC):
         return self._last_release
 
     def fill(
-        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[float] = ()
+        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[bool] = ()
     ) -> None:
         """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
         release = operator.index(release)
@@ -95,16 +95,16 @@ class OneTimeSource(ABC):
         stds = given if isinstance(std, Sequence) else given * len(tensors)
         if len(stds) != len(tensors):
             raise ValueError(f"{len(tensors)} tensors have {len(stds)} standard deviations; give one, or one for each.")
-        kept = [*keep, *[0.0] * (len(tensors) - len(keep))]
+        kept = [*keep, *[False] * (len(tensors) - len(keep))]
         targets = [Target(*each) for each in zip(tensors, kept, map(float, stds), strict=True)]
         if not 0 <= release < 1 << 64:
             raise ValueError(f"release must be an index from 0, got {release}.")
-        for tensor, keep_of_it, _ in targets:
+        for tensor, its_own, _ in targets:
             if not tensor.is_floating_point() or tensor.layout != torch.strided:
                 raise ValueError(
                     f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
                 )
-            if keep_of_it and not can_keep(tensor):
+            if its_own and not can_keep(tensor):
                 raise ValueError("Noise is added in place on the CPU only, to contiguous tensors of 32 or 64 bits.")
         if release <= self._last_release:
             raise RuntimeError(
@@ -117,8 +117,9 @@ class OneTimeSource(ABC):
         self._last_release = release
         with torch.no_grad():
             if not any(target.std for target in targets):
-                for tensor, keep_of_it, _ in targets:
-                    tensor.mul_(keep_of_it) if keep_of_it else tensor.zero_()
+                for tensor, its_own, _ in targets:
+                    if not its_own:
+                        tensor.zero_()
             elif filled := [target for target in targets if target.tensor.numel()]:
                 self._draw(filled, release)
 
@@ -215,4 +216,4 @@ def deal(noise: Tensor, std: float, pieces: list[Target]) -> None:
         torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
     for (tensor, keep, _), part in zip(pieces, parts, strict=True):
         if keep:
-            torch.add(part, tensor, alpha=keep, out=tensor)
+            torch.add(part, tensor, out=tensor)
