@@ -41,7 +41,8 @@ def _after_fork() -> None:
     _enter_region = None
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # where processes fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def together(work: _Work, threads: int) -> None:

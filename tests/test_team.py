@@ -1,0 +1,103 @@
+"""Python work on torch's own threads: all of it is done, at the same time, and errors come back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from dphero.noise import FastNoise, team
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(params=["torch's threads", "our own"])
+def way(request: Any, monkeypatch: Patch) -> str:
+    if request.param == "our own":
+        monkeypatch.setattr(team, "_enter_region", None)
+    elif team._enter_region is None:
+        pytest.skip("this build of torch has no OpenMP that can be entered from outside")
+    return str(request.param)
+
+
+def test_this_build_of_torch_has_threads_to_share() -> None:
+    """On Linux it comes with GNU's OpenMP. Should that change, noise would be right, but slower."""
+    if sys.platform == "linux" and torch.backends.openmp.is_available():
+        assert team._enter_region is not None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_calls_meet(way: str, threads: int) -> None:
+    """Each waits for all the others: they run at the same time, on threads of their own."""
+    meeting = threading.Barrier(threads)
+    seen: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        meeting.wait(timeout=30)
+        seen[number] = threading.get_ident()
+
+    for _ in range(3):
+        seen.clear()
+        team.together(work, threads)
+        assert sorted(seen) == list(range(threads)) and len(set(seen.values())) == threads
+        assert threading.get_ident() in seen.values()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_goes_wrong_is_raised_when_all_are_done(way: str, bad: int, error: type[BaseException]) -> None:
+    done: list[int] = []
+    meeting = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        meeting.wait(timeout=30)
+        if number == bad:
+            raise error(f"number {number}")
+        done.append(number)
+
+    with pytest.raises(error, match=f"number {bad}"):
+        team.together(work, 2)
+    assert done == [1 - bad]
+
+
+def test_matrix_products_go_on_afterwards(way: str) -> None:
+    before, (a, b) = torch.get_num_threads(), torch.randn(2, 300, 300).double()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(3):
+            expected = a @ b
+            team.together(lambda number: None, 2)
+            assert torch.equal(a @ b, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _draw(pipe: Any) -> None:
+    torch.set_num_threads(2)
+    noise = torch.empty(400_000)
+    FastNoise(5).fill([noise], 1.0, 0)
+    pipe.send(noise.numpy())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking where there are threads
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_lost() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = torch.empty(400_000)
+        FastNoise(5).fill([expected], 1.0, 0)
+    finally:
+        torch.set_num_threads(before)
+    mine, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_draw, args=(theirs,))
+    child.start()
+    try:
+        assert mine.poll(60), "the child hangs"
+        assert torch.equal(torch.from_numpy(mine.recv()), expected)
+    finally:
+        child.kill()
+        child.join()
