@@ -191,7 +191,8 @@ class _Lane:
         if width not in self._scratch:
             self._scratch[width] = np.empty(3 * _PAIRS, f"f{width}")
         total = sum([len(piece.array) for piece in chunk])
-        pairs = min(_PAIRS, total + -total % _VECTOR)
+        size = total + -total % _VECTOR
+        pairs = min(_PAIRS, size)
         counter = number * _FAST_CHUNK * width // _AES_BLOCK + (width == 8) * (1 << 63)
         if pairs == _PAIRS:  # radii and angles in one go
             self._encrypt(release, counter, 0, 2 * pairs * width)
@@ -204,7 +205,7 @@ class _Lane:
         if len(chunk[0].array) == _FAST_CHUNK and not chunk[0].keep:
             _box_muller(words, std, scratch, out=chunk[0].array)
             return
-        noise = scratch[pairs:]
+        noise = scratch[pairs : pairs + size]
         _box_muller(words, std, scratch, out=noise)
         start = 0
         for array, keep, own in chunk:
@@ -224,11 +225,12 @@ class _Lane:
 
 
 def _box_muller(words: np.ndarray, std: float, scratch: np.ndarray, out: np.ndarray) -> None:
-    """Turn 2n random words, signed integers of b bits, into 2n independent N(0, std²): n sines, then n cosines.
+    """Turn 2n random words, signed integers of b bits, into independent N(0, std²): n sines, then up to n cosines.
 
     Pair j has the words k = `words[j]` and l = `words[n + j]`. The uniform u = |2k + 1| / 2ᵇ is never 0, and it is
     finest near 0, where the tails come from. The angle πl / 2ᵇ⁻¹ lies in [-π, π]. The pair is
-    std · √(ln 1/u²) · (sin, cos). `scratch` has room for 3n numbers; its last 2n may be `out`.
+    std · √(ln 1/u²) · (sin, cos). `out` says how many are wanted, n at least. `scratch` has room for 3n numbers, of
+    which `out` may be some, from the n-th on.
     """
     pairs, bits = len(words) // 2, 8 * words.itemsize
     scratch[: 2 * pairs] = words
@@ -240,7 +242,8 @@ def _box_muller(words: np.ndarray, std: float, scratch: np.ndarray, out: np.ndar
     np.sqrt(radius, out=radius)
     radius *= std
     sine *= math.pi / 2.0 ** (bits - 1)  # the angle, so far
-    np.cos(sine, out=cosine)
+    wanted = len(out) - pairs
+    np.cos(sine[:wanted], out=cosine[:wanted])
     np.sin(sine, out=sine)
     np.multiply(sine, radius, out=out[:pairs])
-    np.multiply(cosine, radius, out=out[pairs:])
+    np.multiply(cosine[:wanted], radius[:wanted], out=out[pairs:])
