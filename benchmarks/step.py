@@ -8,8 +8,8 @@ every system, in random order, takes 10 steps, so that each round has one renewa
 plain SGD) of one round; reported are its median and its quartiles over the rounds. Opacus, which has nothing to renew,
 takes as many steps as fit in the time of plain SGD's, at least one, so that it does not stretch the run.
 
-Where memory lies, and what else the process has done, speeds a system up or slows it down by a tenth and more, plain SGD
-too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N processes
+Where memory lies, and what else the process has done, speeds a system up or slows it down by a tenth and more, plain
+SGD too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N processes
 of its own, the systems taking turns; reported are the ratios of all rounds together, and each process's median.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
