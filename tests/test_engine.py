@@ -425,6 +425,20 @@ def test_training_on_a_gpu(clipping: str, guidance: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("before", [2, 3, 6])
+def test_a_geometry_made_ahead_outlives_a_checkpoint_on_a_gpu(before: int, tmp_path: Any) -> None:
+    unbroken, saved, resumed = (on_gpu(guidance=PCA(refresh_every=3, exact_up_to=4, components=3)) for _ in range(3))
+    unbroken.steps(9)
+    saved.steps(before)
+    assert (saved.engine._attached.mechanism._next is not None) == (before % 3 == 0)
+    saved.engine.save(tmp_path / "run.pt")
+    resumed.engine.load(tmp_path / "run.pt")
+    resumed.steps(9 - before)
+    for name, value in unbroken.weights().items():
+        torch.testing.assert_close(resumed.weights()[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
 def test_errors_on_a_gpu_are_raised_where_the_user_sees_them() -> None:
     """The end of a backward pass runs in a thread of autograd's own there."""
     run = on_gpu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -499,16 +500,19 @@ def test_guidance_may_begin_one_lot_before_it_is_asked(begins: bool) -> None:
     assert seen == [2.0] * 3 + [4.0] * 3 + [6.0]  # from lot 3 and 6 on, whenever it was made
 
 
-def test_a_checkpoint_gives_up_what_was_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resumed or not, the geometry is then that of the weights as they are."""
+@pytest.mark.parametrize("before", [2, 3, 4])
+def test_a_checkpoint_carries_what_was_made_ahead(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
-    ahead, resumed = (training(guidance=PCA(refresh_every=3), seed=1) for _ in range(2))
-    ahead.steps(3)
-    assert mechanism(ahead)._next is not None
-    state = copy.deepcopy(ahead.engine._attached.state_dict())
-    assert mechanism(ahead)._next is None
-    resumed.engine._attached.load_state_dict(state)
-    for run in (ahead, resumed):
-        run.steps(4)
-    for name, value in ahead.module.state_dict().items():
+    unbroken, saved, resumed = (training(guidance=PCA(refresh_every=3), seed=1) for _ in range(3))
+    unbroken.steps(8)
+    saved.steps(before)
+    assert (mechanism(saved)._next is not None) == (before == 3)
+    buffer = io.BytesIO()
+    torch.save(saved.engine._attached.state_dict(), buffer)
+    buffer.seek(0)
+    resumed.engine._attached.load_state_dict(torch.load(buffer, weights_only=True))
+    saved.steps(8 - before)
+    resumed.steps(8 - before)
+    for name, value in unbroken.module.state_dict().items():
+        assert torch.equal(value, saved.module.state_dict()[name]), name
         assert torch.equal(value, resumed.module.state_dict()[name]), name

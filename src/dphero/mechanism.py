@@ -269,11 +269,7 @@ class Mechanism:
     # -- checkpoint -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs for the coming releases to be what they would have been.
-
-        What was made ahead of its time is given up, in this run as in the one that is resumed.
-        """
-        self._next, self._begun = None, False
+        """Return what a checkpoint needs for the coming releases to be what they would have been."""
         return {
             "mode": self.mode,
             "releases": self.releases,
@@ -282,7 +278,8 @@ class Mechanism:
             "noise": self.noise.state_dict(),
             "clipping": self.clipping.state_dict(),
             "guidance": self.guidance.state_dict(),
-            "geometry": {name: shape.state() for name, shape in self._geometry.items() if not shape.is_identity},
+            "geometry": _states(self._geometry),
+            "next_geometry": None if self._next is None else _states(self._next),
             "ledger": self.ledger.to_json(),
         }
 
@@ -299,8 +296,16 @@ class Mechanism:
         self.noise.load_state_dict(state["noise"])
         self.clipping.load_state_dict(state["clipping"])
         device = next(iter(self._parameters.values())).device  # checkpoints are read to the CPU
-        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), (state["guidance"], state["geometry"]))
-        self.guidance.load_state_dict(moved[0])
+        wanted = [state[name] for name in ("guidance", "geometry", "next_geometry")]
+        guidance, geometry, following = tree_map_only(Tensor, lambda tensor: tensor.to(device), wanted)
+        self.guidance.load_state_dict(guidance)
         self.ledger = Ledger.from_json(state["ledger"])
-        geometry = {name: Geometry.from_state(shape) for name, shape in moved[1].items()}
-        self._geometry = {**self._identity, **geometry}
+        self._geometry = self._from_states(geometry)
+        self._next, self._begun = None if following is None else self._from_states(following), False
+
+    def _from_states(self, states: Mapping[str, Any]) -> dict[str, Geometry]:
+        return {**self._identity, **{name: Geometry.from_state(state) for name, state in states.items()}}
+
+
+def _states(geometry: Mapping[str, Geometry]) -> dict[str, Any]:
+    return {name: shape.state() for name, shape in geometry.items() if not shape.is_identity}

@@ -293,17 +293,14 @@ def test_factors_come_back_from_their_state_bit_for_bit(rows: int) -> None:
 
 @pytest.mark.parametrize("side", ["left", "both"])
 def test_what_was_prepared_is_the_next_geometry(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The geometry is that of the weights as they were a step before; a checkpoint forgets it."""
+    """The geometry is that of the weights as they were a step before."""
     monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
     before, after = trained(90, 200, 5), 2 * trained(90, 200, 7, seed=1)
     guidance, moving = PCA(side=side), before.clone()
     guidance.prepare(released(moving))
     moving.copy_(after)  # as an optimizer does, in place
     assert torch.equal(only(guidance, moving).whiten(before), only(PCA(side=side), before).whiten(before))
-    guidance = PCA(side=side)
-    guidance.prepare(released(before))
-    guidance.state_dict()
-    assert torch.equal(only(guidance, after).whiten(before), only(PCA(side=side), after).whiten(before))
+    assert not torch.equal(only(guidance, moving).whiten(before), only(PCA(side=side), before).whiten(before))
 
 
 def test_low_precision_weights_are_decomposed_in_float32() -> None:

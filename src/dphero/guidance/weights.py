@@ -115,9 +115,8 @@ class PCA:
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings and the bases from which the next subspace iterations start.
 
-        What `prepare` has begun is given up, in this run as in the one that is resumed.
+        What `prepare` has begun is not among it: the weights that it decomposes are still the same.
         """
-        self._begun.clear()
         return {"settings": self._settings(), "bases": dict(self._bases)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
