@@ -9,8 +9,9 @@ plain SGD) of one round; reported are its median and its quartiles over the roun
 takes as many steps as fit in the time of plain SGD's, at least one, so that it does not stretch the run.
 
 Where memory lies, and what else the process has done, speeds a system up or slows it down by a tenth and more, plain
-SGD too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N processes
-of its own, the systems taking turns; reported are the ratios of all rounds together, and each process's median.
+SGD too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N
+processes of its own, the systems taking turns; reported are the ratios of all rounds together, and each process's
+median.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
