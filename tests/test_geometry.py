@@ -367,7 +367,12 @@ def test_factors_compute_in_full_precision_inside_a_shorter_one(monkeypatch: pyt
     monkeypatch.setattr("dphero.factors.products_in", watched)
     basis = torch.linalg.qr(torch.randn(8, 8))[0]
     for factor in (Dense(basis, torch.linspace(1, 2, 8)), LowRank(basis[:, :3], torch.tensor([2.0, 3.0, 4.0]), 1.0)):
-        for call in (factor.whiten, factor.colour, factor.square_norm):
-            asked.clear()
-            call(torch.randn(5, 8))
-            assert asked == [False]
+        for call in (factor.whiten, factor.colour, factor.square_norm, factor.colour_):
+            for axis, shape in ((-1, (5, 8)), (-2, (8, 5))):
+                asked.clear()
+                call(torch.randn(shape), axis)
+                assert asked == [False]
+    for axis, shape, more in ((-1, (5, 8), (5, 3)), (-2, (8, 5), (3, 5))):  # that of low rank
+        asked.clear()
+        factor.disperse_(torch.randn(shape), torch.randn(more), axis)
+        assert asked == [False]

@@ -69,11 +69,6 @@ class Factor(ABC):
         """Returns how many further normals `disperse_` wants for each vector; 0: `colour_` is the way."""
         return 0
 
-    @property
-    def least(self) -> float:
-        """The deviation that `disperse_` starts from in all directions."""
-        raise NotImplementedError
-
     def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
         """Replaces x ~ N(0, I), in place, by noise of the law of A x, more cheaply than `colour_` does.
 
@@ -81,7 +76,7 @@ class Factor(ABC):
             x: a matrix of standard normals, in the precision that `further` was asked about.
             further: independent standard normals: x's shape with `further()` in place of `size` along `axis`.
             axis: -1 or -2.
-            started: x has deviation `least` already. What it holds besides noise then stays as it is.
+            started: x has deviation `smallest` already. What it holds besides noise then stays as it is.
         """
         raise NotImplementedError
 
@@ -280,30 +275,24 @@ class LowRank(Factor):
 
     def colour_(self, x: Tensor, axis: int = -1) -> None:
         """Replaces x by A x with no copy of x: noise is large."""
-        if x.dim() == 2 and axis == -2 and x.dtype == self.dtype:
-            x.addmm_(self._spread, self.basis.mT @ x, beta=self.rest)
-        elif x.dim() == 2 and axis == -1 and x.dtype == self.dtype:
-            x.addmm_(x @ self.basis, self._spread.mT, beta=self.rest)
-        else:
+        if x.dim() != 2 or x.dtype != self.dtype:
             super().colour_(x, axis)
+            return
+        with products_in(x, short=False):  # as in `act`
+            left, right = (self._spread, self.basis.mT @ x) if axis == -2 else (x @ self.basis, self._spread.mT)
+            x.addmm_(left, right, beta=self.rest)
 
     def further(self, dtype: torch.dtype) -> int:
         """Returns r, unless a direction gets less noise than the rest: then there is no shorter way."""
         return len(self.scales) if self._dispersion is not None and self.dtype == dtype else 0
 
-    @property
-    def least(self) -> float:
-        """Returns s."""
-        return self.rest
-
     def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
-        """Replaces x by s x + U diag(sqrt(v^2 - s^2)) further: one thin product, not two."""
-        assert self._dispersion is not None
+        """Replaces x by s x + U diag(sqrt(v^2 - s^2)) further: one thin product. s is the smallest scale."""
+        assert self._dispersion is not None and self.smallest == self.rest
         start = 1.0 if started else self.rest  # a CPU takes longer for any factor but 1
-        if axis == -2:
-            x.addmm_(self._dispersion, further, beta=start)
-        else:
-            x.addmm_(further, self._dispersion.mT, beta=start)
+        left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
+        with products_in(x, short=False):  # as in `act`
+            x.addmm_(left, right, beta=start)
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed.

@@ -107,16 +107,10 @@ class Geometry:
         wanted = self.right.further(dtype)
         return (self.rows, wanted) if wanted else None
 
-    @property
-    def least(self) -> float:
-        """The deviation that `disperse_` starts from in all directions; 1 for the identity."""
-        (factor,) = (f for f in (self.left, self.right) if f is not None) if not self.is_identity else (None,)
-        return 1.0 if factor is None else factor.least
-
     def disperse_(self, z: Tensor, further: Tensor, *, started: bool = False) -> None:
         """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
 
-        With `started`, z has deviation `least` already, and what it holds besides stays as it is.
+        With `started`, z has deviation `smallest` already, and what it holds besides stays as it is.
         """
         matrix = z.view(self.rows, self.columns)
         if self.left is not None:

@@ -36,14 +36,10 @@ class LotSum:
 
     What was added last is *settled* when someone looks: only then is it known whether all its gradients are finite, and
     on a GPU that has to be waited for.
-
-    Args:
-        clipping: The clip rule.
-        divisor: B. It costs nothing to divide here, where each example gets its weight.
     """
 
-    def __init__(self, clipping: Clipping, divisor: float = 1.0) -> None:
-        self._clipping, self._divisor = clipping, divisor
+    def __init__(self, clipping: Clipping) -> None:
+        self._clipping = clipping
         self._diagnostics = Diagnostics()
         self._added: _Added | None = None
         self.clear()
@@ -73,7 +69,7 @@ class LotSum:
         self._settle()
         return self._diagnostics
 
-    def add(self, batch: GradientBatch, real: int, scale: float) -> None:
+    def add(self, batch: GradientBatch, real: int, scale: float, divisor: float = 1.0) -> None:
         """Clip and add one physical batch.
 
         Args:
@@ -81,6 +77,7 @@ class LotSum:
             real: How many of its first rows are examples; the rest is padding.
             scale: What turns those gradients into the gradients of each example's own loss: the number of
                 rows where the loss was a mean over them.
+            divisor: B. It costs nothing to divide here, where each example gets its weight.
 
         Raises:
             RuntimeError: If the model was called on another number of rows than the loader handed out; nothing
@@ -106,8 +103,9 @@ class LotSum:
         # waits for the norms alone, and the sums are computed while Python goes on.
         squares, weights = self._weigh(batch, stacked)
         reading = _Reading(_numbers(stacked, finite, weights))
-        sums = self._sum(batch, weights, keep, scale)
-        self._added = _Added(batch, real, scale, stacked, finite, squares, reading, sums)
+        factor = scale / divisor
+        sums = _sums(batch, weights, keep, factor)
+        self._added = _Added(batch, real, factor, stacked, finite, squares, reading, sums)
 
     def _settle(self) -> None:
         """Take the batch that was added last into the lot, less what is not finite."""
@@ -122,7 +120,7 @@ class LotSum:
             keep = torch.zeros(added.batch.rows, dtype=torch.bool, device=added.finite.device)
             keep[: added.real] = added.finite
             squares, weights = self._weigh(added.batch, added.stacked[:, added.finite])
-            sums = self._sum(added.batch, weights, keep, added.scale)
+            sums = _sums(added.batch, weights, keep, added.factor)
         for name, part in sums.items():
             self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
         count = self._clipping.observe(squares)
@@ -134,13 +132,6 @@ class LotSum:
         """Return ‖w_i‖² and the weights of some examples, by parameter."""
         squares = dict(zip(batch.square_norms, stacked.unbind(0), strict=True))
         return squares, self._clipping.weights(squares)
-
-    def _sum(
-        self, batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, scale: float
-    ) -> dict[str, Tensor]:
-        """Return the clipped sums, over B, of the examples in ``keep`` (``None``: of all)."""
-        factor = scale / self._divisor
-        return batch.weighted_sums(_map(weights, lambda values: values * factor), keep)
 
     def _note(self, reading: _Reading, real: int) -> int:
         """Bring the diagnostics up to date; return how many gradients are not finite."""
@@ -163,7 +154,7 @@ class _Added:
     Attributes:
         batch: The gradients;
         real: how many of its first rows are examples;
-        scale: what they are multiplied by.
+        factor: what they are multiplied by in the sums, besides their weights.
         stacked: ‖w_i‖² of these, a row for each parameter,
         finite: and which of them are finite.
         squares: The same by parameter.
@@ -173,7 +164,7 @@ class _Added:
 
     batch: GradientBatch
     real: int
-    scale: float
+    factor: float
     stacked: Tensor
     finite: Tensor
     squares: dict[str, Tensor]
@@ -204,6 +195,11 @@ def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> 
     least = distinct[0] if len(distinct) == 1 else torch.stack(distinct).amin(0)
     norms = torch.where(finite, stacked.sum(0), 0).sqrt()
     return torch.stack([finite, (least < 1) & finite, norms]).sum(1, dtype=torch.float64)
+
+
+def _sums(batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, factor: float) -> dict[str, Tensor]:
+    """Return ``factor`` times the clipped sums of the examples in ``keep`` (``None``: of all)."""
+    return batch.weighted_sums(_map(weights, lambda values: values * factor), keep)
 
 
 def _map(weights: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

@@ -200,7 +200,7 @@ class Mechanism:
         rest = [*flat, *further.values(), *query]
         self.noise.fill(
             [*onto.values(), *rest],
-            [*(scale * self.noise_geometry[name].least for name in onto), *[scale] * len(rest)],
+            [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)],
             self.releases,
             [True] * len(onto),
         )

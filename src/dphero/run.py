@@ -51,7 +51,7 @@ class Run:
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
-        self.lot_sum = LotSum(mechanism.clipping, mechanism.expected_lot)
+        self.lot_sum = LotSum(mechanism.clipping)
         self.taps = Taps(
             module,
             parameters,
@@ -101,7 +101,8 @@ class Run:
             )
         batch = self.lots.capture()
         self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
-        self.lot_sum.add(gradients, batch.real, batch.rows if self._loss_reduction == "mean" else 1)
+        scale = batch.rows if self._loss_reduction == "mean" else 1
+        self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
         if batch.last:
             released = self.mechanism.release(self.lot_sum)
             self.lots.release()

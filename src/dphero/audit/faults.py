@@ -109,11 +109,11 @@ def _divided_by_the_drawn_lot() -> AbstractContextManager[None]:
         def consume(self: Run, gradients: Any) -> None:
             public, batch = self.mechanism.expected_lot, self.lots.pending
             assert batch is not None
-            self.mechanism.expected_lot = self.lot_sum._divisor = float(max(batch.real, 1))
+            self.mechanism.expected_lot = float(max(batch.real, 1))
             try:
                 original(self, gradients)
             finally:
-                self.mechanism.expected_lot = self.lot_sum._divisor = public
+                self.mechanism.expected_lot = public
 
         return consume
 

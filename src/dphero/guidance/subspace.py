@@ -94,8 +94,8 @@ class Iterations:
 
     def solve(self) -> list[Solved]:
         """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
-        arrived, groups, number = self._fetched.arrived(), len(self._groups), len(self._matrices)
-        outer, inner, norms = arrived[:groups], arrived[groups : groups + number], arrived[groups + number :]
+        arrived, groups, matrices = self._fetched.arrived(), len(self._groups), len(self._matrices)
+        outer, inner, norms = arrived[:groups], arrived[groups : groups + matrices], arrived[groups + matrices :]
         return [
             _solved(
                 gram,

@@ -234,7 +234,7 @@ class Convolution(Piece):
         kernel shifts them to, unless the kernel's stride leaves out most of them.
         """
         x, arguments, out = self.x, self.arguments, self.delta.shape[2:]
-        sizes = [size + 2 * pad for size, pad in zip(x.shape[2:], arguments.padding, strict=True)]
+        sizes = self._padded_sizes()
         if prod(sizes) ** 2 >= prod(out) ** 2 * prod(self.shape[2:]):
             for first, last, patches in self._patches():
                 rights = [columns.transpose(1, 2) for columns in patches]
@@ -243,8 +243,7 @@ class Convolution(Piece):
                     grams.baddbmm_(right, right.transpose(1, 2))
                 yield first, last, grams
             return
-        limit = _CPU_BUFFER * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BUFFER
-        chunk = max(1, limit // prod(sizes) ** 2)
+        chunk = max(1, _buffer(x) // prod(sizes) ** 2)
         around = [pad for pad in reversed(arguments.padding) for _ in range(2)]
         for first in range(0, len(x), chunk):
             part = x[first : first + chunk]
@@ -279,6 +278,9 @@ class Convolution(Piece):
         )
         return gradient
 
+    def _padded_sizes(self) -> list[int]:
+        return [size + 2 * pad for size, pad in zip(self.x.shape[2:], self.arguments.padding, strict=True)]
+
     def _patches(self) -> Iterator[tuple[int, int, list[Tensor]]]:
         """Yield ``(first, last, patches)``: for some examples, the patches of each offset.
 
@@ -287,10 +289,9 @@ class Convolution(Piece):
         """
         arguments, x = self.arguments, self.x
         out, kernel, slabs = self.delta.shape[2:], self.shape[2:], self._offsets > 1
-        sizes = [size + 2 * pad for size, pad in zip(x.shape[2:], arguments.padding, strict=True)]
+        sizes = self._padded_sizes()
         n, columns = len(x), (x.shape[1], *((*kernel[1:], sizes[0], *out[1:]) if slabs else (*kernel, *out)))
-        limit = _CPU_BUFFER * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BUFFER
-        chunk = max(1, min(n, limit // max(prod(columns), prod(self.shape), 1)))
+        chunk = max(1, min(n, _buffer(x) // max(prod(columns), prod(self.shape), 1)))
         padded, inside = x, x
         if any(arguments.padding):  # some examples at a time too: a padded copy of all would be larger than the input
             padded = inside = x.new_zeros(chunk, x.shape[1], *sizes)
@@ -317,3 +318,8 @@ class Convolution(Piece):
             flat = part.view(examples, -1, sizes[0] * across)
             starts = [offset * arguments.dilation[0] * across for offset in range(kernel[0])]
             yield first, last, [flat[:, :, start : start + out[0] * across] for start in starts]
+
+
+def _buffer(x: Tensor) -> int:
+    """Return how many elements to work on at once where x is."""
+    return _CPU_BUFFER * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BUFFER
