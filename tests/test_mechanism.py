@@ -510,7 +510,10 @@ def test_a_checkpoint_carries_what_was_made_ahead(before: int, monkeypatch: pyte
     buffer = io.BytesIO()
     torch.save(saved.engine._attached.state_dict(), buffer)
     buffer.seek(0)
-    resumed.engine._attached.load_state_dict(torch.load(buffer, weights_only=True))
+    state = torch.load(buffer, weights_only=True)
+    if before != 3:  # as in checkpoints from before geometries were made ahead
+        del state["mechanism"]["next_geometry"]
+    resumed.engine._attached.load_state_dict(state)
     saved.steps(8 - before)
     resumed.steps(8 - before)
     for name, value in unbroken.module.state_dict().items():

@@ -296,7 +296,7 @@ class Mechanism:
         self.noise.load_state_dict(state["noise"])
         self.clipping.load_state_dict(state["clipping"])
         device = next(iter(self._parameters.values())).device  # checkpoints are read to the CPU
-        wanted = [state[name] for name in ("guidance", "geometry", "next_geometry")]
+        wanted = [state["guidance"], state["geometry"], state.get("next_geometry")]  # older checkpoints have no such
         guidance, geometry, following = tree_map_only(Tensor, lambda tensor: tensor.to(device), wanted)
         self.guidance.load_state_dict(guidance)
         self.ledger = Ledger.from_json(state["ledger"])
