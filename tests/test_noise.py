@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, secure
+from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, pairs, secure
 
 KEY = bytes(range(32))
 STD = 1.7
@@ -221,11 +222,14 @@ def test_secure_stream_is_the_published_cipher(size):
 
 def fast_transform(radii, angles, kind=np.int32) -> np.ndarray:
     """Sines and cosines of the pairs, as rows."""
-    words = np.concatenate([np.asarray(radii, dtype=kind), np.asarray(angles, dtype=kind)])
-    dtype = np.float32 if kind == np.int32 else np.float64
-    out = np.full(len(words), np.nan, dtype)
-    fast._box_muller(words, 1.0, np.empty(len(words) * 3 // 2, dtype), out)
-    return out.reshape(2, -1)
+    n = len(radii)
+    words = np.zeros((2, n + -n % 64), dtype=kind)
+    words[:, :n] = radii, angles
+    out = torch.full((words.size,), math.nan, dtype=torch.float32 if kind == np.int32 else torch.float64)
+    tiny, scratch = torch.tensor(2.0 ** (-8 * words.itemsize), dtype=out.dtype), out.new_empty(3, words.shape[1])
+    where = (0, words.size, [out], [words.size], [False], [1.0])
+    pairs.chunk_maker()(torch.from_numpy(words), tiny, scratch, *where)
+    return out.numpy().reshape(2, -1)[:, :n]
 
 
 @pytest.mark.parametrize(("kind", "tail"), [(np.int32, 6.66), (np.int64, 9.42)], ids=["f32", "f64"])
@@ -556,6 +560,49 @@ def test_fast_noise_depends_on_the_position_alone(cuts, extra):
     edges = [0, *sorted(cuts), total]
     parts = draw(make_fast(), *np.diff(edges).tolist(), release=4)
     assert torch.equal(torch.cat(parts), whole[:total])
+
+
+@given(cuts=st.lists(st.integers(0, 140_000), max_size=6), own=st.booleans())
+def test_what_fast_noise_is_added_to_depends_on_the_position_alone(cuts, own):
+    """The same sum, whatever tensors it is cut in; a part with a deviation of its own changes no other part."""
+    held = torch.randn(140_000, generator=torch.Generator().manual_seed(3))
+    (whole, copied), edges = (held.clone(), held.clone()), [0, *sorted(cuts), 140_000]
+    make_fast().fill([whole], STD, 4, [True])
+    parts = list(copied.split(np.diff(edges).tolist()))
+    make_fast().fill(parts, [*[STD] * (len(parts) - 1), STD / 3 if own else STD], 4, [True] * len(parts))
+    last = edges[-2] if own else 140_000
+    assert torch.equal(copied[:last], whole[:last])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_python_draws_what_the_compiled_function_draws(dtype, monkeypatch):
+    """Where torch cannot compile it, noise is slower but the same."""
+    sizes, keep = [70_001, 3, 190_000], [True, False, True]
+    compiled, other = ([torch.ones(size, dtype=dtype) for size in sizes] for _ in range(2))
+    make_fast().fill(compiled, [STD, 1.0, 0.3], 1, keep)
+    monkeypatch.setattr(fast, "chunk_maker", lambda: pairs.make_chunk)
+    make_fast().fill(other, [STD, 1.0, 0.3], 1, keep)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, other, strict=True))
+
+
+def test_torch_compiles_the_transform_and_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pairs.chunk_maker.__wrapped__() is not pairs.make_chunk
+
+
+def test_noise_goes_on_where_torch_cannot_compile(monkeypatch, caplog):
+    monkeypatch.setattr(torch.jit, "CompilationUnit", None)
+    with caplog.at_level("INFO"):
+        assert pairs.chunk_maker.__wrapped__() is pairs.make_chunk
+    assert "more slowly" in caplog.text
+
+
+def test_fast_noise_stays_on_the_cpu_whatever_the_default_device_is():
+    with torch.device("meta"):
+        noise = torch.zeros(5, 6, device="cpu").t()
+        make_fast().fill([noise], STD, 0)
+    assert (noise != 0).all()
 
 
 def test_fast_noise_scales_exactly():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import sys
 import threading
@@ -76,24 +77,46 @@ def test_matrix_products_go_on_afterwards(way: str) -> None:
         torch.set_num_threads(before)
 
 
-def _draw(pipe: Any) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_torch_computes_in_a_call_stays_on_its_thread(way: str, threads: int) -> None:
+    before, alone = torch.get_num_threads(), []
     torch.set_num_threads(2)
-    noise = torch.empty(400_000)
+
+    def work(number: int) -> None:
+        alone.append(torch.get_num_threads() == 1 or _in_region())
+
+    try:
+        team.together(work, threads)
+        assert alone == [True] * threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def _in_region() -> bool:
+    return bool(ctypes.CDLL(torch._C.__file__).omp_in_parallel())
+
+
+def _draw(pipe: Any, size: int) -> None:
+    torch.set_num_threads(2)
+    noise = torch.empty(size)
     FastNoise(5).fill([noise], 1.0, 0)
     pipe.send(noise.numpy())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking where there are threads
-def test_a_forked_process_does_not_wait_for_threads_that_it_has_lost() -> None:
+@pytest.mark.parametrize("size", [60_000, 400_000], ids=["for one thread", "for several"])
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_lost(size: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        expected = torch.empty(400_000)
+        torch.randn(300, 300) @ torch.randn(300, 300)  # torch has threads now
+        expected = torch.empty(size)
         FastNoise(5).fill([expected], 1.0, 0)
     finally:
         torch.set_num_threads(before)
     mine, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("fork").Process(target=_draw, args=(theirs,))
+    child = multiprocessing.get_context("fork").Process(target=_draw, args=(theirs, size))
     child.start()
     try:
         assert mine.poll(60), "the child hangs"

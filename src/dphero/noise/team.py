@@ -49,14 +49,11 @@ def together(work: _Work, threads: int) -> None:
     """Call ``work(0)``, ``work(1)``, … at the same time, each on a thread of its own, and wait for all.
 
     There are ``threads`` calls at most, and ``work(0)`` at least: OpenMP may have fewer threads to spare. So whatever
-    is to be done is taken by whoever is called.
+    is to be done is taken by whoever is called. What torch computes in a call, it computes on that call's thread.
 
     Raises:
         BaseException: What a call raised first.
     """
-    if threads == 1:
-        work(0)
-        return
     numbers = list(reversed(range(threads)))
     errors: list[BaseException] = []
 
@@ -66,12 +63,27 @@ def together(work: _Work, threads: int) -> None:
         except BaseException as error:  # nobody above this frame is Python
             errors.append(error)
 
-    if _enter_region is not None:
+    if threads > 1 and _enter_region is not None:
         _enter_region(_FUNCTION(call), None, threads, 0)
     else:
-        with ThreadPoolExecutor(threads - 1, thread_name_prefix="dphero-noise") as pool:
-            for _ in range(threads - 1):
-                pool.submit(call)
-            call()
+        _apart(call, threads)
     if errors:
         raise errors[0]
+
+
+def _apart(call: Callable[[], None], threads: int) -> None:
+    """Call on this thread and on new ones. In a region torch keeps to the thread it is called on; here it is told."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)  # of this thread, and of those that are new to torch
+    try:
+        if threads == 1:
+            call()
+        else:
+            with ThreadPoolExecutor(threads - 1, thread_name_prefix="dphero-noise") as pool:
+                for _ in range(threads - 1):
+                    pool.submit(call)
+                call()
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)

@@ -1,0 +1,89 @@
+"""From random words to normals, pair by pair (Box and Muller), and to where they belong.
+
+A pair has two words, signed integers k and l of b bits. The uniform u = |2k + 1| / 2ᵇ is never 0, and it is finest near
+0, where the tails come from. The angle πl / 2ᵇ⁻¹ lies in [-π, π]. The pair is √(ln 1/u²) · (sin, cos).
+
+Threads make pairs at the same time, but Python lets only one of them through at a time. So all that is done with a
+chunk is one function that torch compiles: it asks for Python's lock once, not at each step. Where torch cannot compile
+it, Python runs the same function, more slowly.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["chunk_maker", "make_chunk"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_chunk(
+    words: Tensor,
+    tiny: Tensor,
+    scratch: Tensor,
+    start: int,
+    stop: int,
+    targets: list[Tensor],
+    ends: list[int],
+    keeps: list[bool],
+    stds: list[float],
+) -> None:
+    """Make standard normals, first sines, then cosines, and hand them out, times their deviations.
+
+    Args:
+        words: Two rows: words for radii, and words for angles. A row's length is the number of sines.
+        tiny: 2⁻ᵇ, in the type of the normals.
+        scratch: Three rows of that type, as long, for radii, sines and cosines. They are computed in multiples of 64: a
+            processor may treat what is less than a vector differently.
+        start: Where in the concatenation of all targets the normals belong,
+        stop: and where they end.
+        targets: Contiguous tensors of that type, to be overwritten or added to.
+        ends: Where each of them ends in the concatenation.
+        keeps: Which of them are added to.
+        stds: Their deviations.
+    """
+    unit, half = float(tiny), words.size(1)
+    sines = min(stop - start, half)
+    pairs = sines + -sines % 64
+    used = scratch.narrow(1, 0, pairs)
+    radius, sine, cosine = used[0], used[1], used[2]
+    used.narrow(0, 0, 2).copy_(words.narrow(1, 0, pairs))
+    torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
+    radius.pow_(-2).log_().sqrt_()
+    sine.mul_(6.283185307179586 * unit)  # the angle, so far
+    rows = 2 if stop - start > half else 1
+    if rows == 2:
+        torch.cos(sine, out=cosine)
+    sine.sin_()
+    for row in range(rows):
+        turn, first = used[1 + row], start + row * half
+        for i in range(len(targets)):
+            target = targets[i].view(-1)
+            begin = ends[i] - target.size(0)
+            low, high = max(begin, first), min(ends[i], stop if row else start + sines)
+            if low < high:
+                if high - low < target.size(0):
+                    target = target.narrow(0, low - begin, high - low)
+                ours, length = turn.narrow(0, low - first, high - low), radius.narrow(0, low - first, high - low)
+                if keeps[i]:
+                    target.addcmul_(ours, length, value=stds[i])
+                else:
+                    torch.mul(ours, length, out=target)
+                    target.mul_(stds[i])
+
+
+@cache
+def chunk_maker() -> Callable[..., None]:
+    """Return :func:`make_chunk`, compiled if torch can do that."""
+    try:  # from its source, as this way torch warns of nothing
+        compiled: Callable[..., None] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
+    except Exception as error:
+        logger.info("Noise is drawn more slowly, as torch could not compile its transform: %s", error)
+        return make_chunk
+    return compiled
