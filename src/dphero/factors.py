@@ -255,14 +255,16 @@ class LowRank(Factor):
         scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
         # s z + U sqrt(v^2 - s^2) z' has covariance A^2, and takes one product; where a v_i is below s there is no root.
-        squares = scales.square()
-        roots = [(squares - self.rest**2).sqrt()] if self.smallest >= self.rest else []
+        squares, whole = scales.square(), self.smallest >= self.rest
+        more, less = squares - self.rest**2, squares.reciprocal() - self.rest**-2
+        roots = [more.clamp(min=0).sqrt(), less.neg().clamp(min=0).sqrt()] if whole else []
         outer = [scales - self.rest, scales.reciprocal() - 1.0 / self.rest, *roots]
-        rows = _sent([scales, squares.reciprocal() - self.rest**-2, *outer], self.basis.device)
+        rows = _sent([scales, less, *outer], self.basis.device)
         self.scales, self._inverse_squares = rows[0], rows[1]
         turned = (self.basis * rows[2:, None]).unbind()
         self._spread, self._gather = turned[:2]
-        self._dispersion = turned[2] if roots else None
+        self._dispersion = turned[2] if whole else None
+        self._taken = turned[3] if whole else None
         # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
         self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= _TOLERANCE
 
@@ -305,10 +307,14 @@ class LowRank(Factor):
         room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(x.dtype).eps
         if whitened is not None:
             return whitened.sqrt_().add_(torch.linalg.vector_norm(x, dim=axis) * (room / self.rest)).square_()
+        whole = torch.linalg.vector_norm(x, dim=axis).square_() * ((1.0 + room) * self.rest**-2)
         with products_in(x, short=False):
+            if self._taken is not None:  # no direction gets less noise than the rest, so all terms are of one sign
+                inner = _thin(x, self._taken) if axis == -1 else times(self._taken.mT, x)
+                taken = torch.linalg.vector_norm(inner, dim=axis)
+                return whole.addcmul_(taken, taken, value=-1.0).clamp_(min=0.0)
             inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
-        whole = torch.linalg.vector_norm(x, dim=axis).square_() * ((1.0 + room) * self.rest**-2)
         return whole.add_(within).clamp_(min=0.0)
 
     def variance(self) -> Tensor:
@@ -325,6 +331,14 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
     if add is None:
         return torch.bmm(spread, flat).reshape(*x.shape[:-2], len(matrix), x.shape[-1])
     return torch.baddbmm(add.reshape(len(flat), *add.shape[-2:]), spread, flat, beta=beta).reshape(add.shape)
+
+
+def _thin(x: Tensor, basis: Tensor) -> Tensor:
+    """Returns x @ basis for a basis of few columns: on a CPU, threads share it better as a product for each."""
+    parts = torch.get_num_threads() if x.is_cpu and x.dim() == 2 and x.is_contiguous() else 1
+    if parts == 1 or len(x) % parts or not len(x):
+        return x @ basis
+    return torch.bmm(x.view(parts, -1, len(basis)), basis.expand(parts, -1, -1)).view(len(x), -1)
 
 
 def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
