@@ -139,12 +139,14 @@ def train(
     return [p.detach().clone() for p in model.parameters()], gradients, engine
 
 
-def compare(make: Callable[[], nn.Module], data: TensorDataset, **options: Any) -> PrivacyEngine:
+def compare(
+    make: Callable[[], nn.Module], data: TensorDataset, *, recorded: Any = True, **options: Any
+) -> PrivacyEngine:
     """Check that recorded training is training as usual, over lots of various sizes (and next to no noise)."""
     results = []
-    for recorded in (False, True):
+    for way in (False, recorded):
         torch.manual_seed(0)
-        results.append(train(make().to(DEVICE), data, cuda_graphs=recorded, **options))
+        results.append(train(make().to(DEVICE), data, cuda_graphs=way, **options))
     (weights, gradients, _), (weights_too, gradients_too, engine) = results
     assert len(gradients) == len(gradients_too)
     for first, second in [*zip(gradients, gradients_too, strict=True), *zip(weights, weights_too, strict=True)]:

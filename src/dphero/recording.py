@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from dphero.compiling import Compiled, taken_apart
 from dphero.live import LiveGeometry
 from dphero.pieces import Piece
 from dphero.shared import plain
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Pass", "Pool", "Results", "refusal"]
 
 T = TypeVar("T")
+_Found = tuple[Tensor, list[str], dict[str, Piece]]
+"""What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
 
 
 class Pool:
@@ -58,6 +61,16 @@ class Results:
 class Pass:
     """One recorded forward and backward pass, for lots of up to ``rows`` examples.
 
+    Args:
+        taps: The taps of the model.
+        key: What the recording depends on.
+        geometry: The geometry in which it takes norms.
+        rows: Its capacity.
+        structure: How the arguments of the model are put together,
+        leaves: what they are,
+        axes: and where each carries the examples.
+        compiled: Record what torch's compiler makes of the passes.
+
     Attributes:
         key: What the recording depends on.
         geometry: The geometry in which it takes norms.
@@ -78,7 +91,10 @@ class Pass:
         structure: Any,
         leaves: Sequence[Any],
         axes: Sequence[int | None],
+        *,
+        compiled: bool,
     ) -> None:
+        self._is_compiled = compiled
         self.key, self.geometry, self.rows = key, geometry, rows
         self._taps, self._structure, self._axes = taps, structure, axes
         self._inputs = [_room(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
@@ -110,11 +126,10 @@ class Pass:
     def record(self) -> None:
         """Record the pass."""
         self._pool = Pool(self._gradients[0].device)
-        found: list[GradientBatch] = []
-        self._replay_forward, (outs, self._out_structure) = self._pool.record(lambda: self._forward(found))
-        self._replay_backward, self.norms = self._pool.record(lambda: self._backward(outs, found))
-        self._outs = [out.detach() if isinstance(out, Tensor) else out for out in outs]
-        self.found = found.pop()
+        forward, backward = self._as_compiled() if self._is_compiled else self._as_written()
+        self._replay_forward, self._outs = self._pool.record(forward)
+        self._replay_backward, (self.norms, names, pieces) = self._pool.record(backward)
+        self.found = GradientBatch(self.rows, pieces, dict(zip(names, self.norms.unbind(0), strict=True)))
         self._record_sums()
 
     def repeated(self) -> Results:
@@ -124,6 +139,36 @@ class Pass:
         for replay in (self._replay_forward, self._replay_backward, self._replay_sums):
             replay()
         return Results(self._outs, self.norms, self._sums)
+
+    def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
+        """Return both passes as functions."""
+        found: list[GradientBatch] = []
+        outs: list[Any] = []
+
+        def forward() -> list[Any]:
+            made, self._out_structure = self._forward(found)
+            outs.extend(made)
+            return [out.detach() if isinstance(out, Tensor) else out for out in outs]
+
+        def backward() -> _Found:
+            norms, batch = self._backward(outs, found), found.pop()
+            outs.clear()
+            return norms, list(batch.square_norms), batch.pieces
+
+        return forward, backward
+
+    def _as_compiled(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
+        """Return both passes as functions that torch's compiler made."""
+        forward, backward = self._as_written()
+        put_together: list[Callable[[Sequence[Tensor]], Any]] = []
+
+        def tensors_of(work: Callable[[], Any]) -> list[Tensor]:
+            tensors, again = taken_apart(work())
+            put_together.append(again)
+            return tensors
+
+        made = Compiled(lambda: tensors_of(forward), lambda: tensors_of(backward))
+        return lambda: put_together[0](made.forward()), lambda: put_together[1](made.backward())
 
     def _forward(self, found: list[GradientBatch]) -> tuple[list[Any], Any]:
         tape = Tape(self.rows, self.geometry.live, found.append)

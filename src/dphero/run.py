@@ -47,7 +47,7 @@ class Run:
         lots: Lots,
         sampler: Sampler,
         loss_reduction: Literal["mean", "sum"],
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["compiled"] = False,
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction

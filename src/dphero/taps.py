@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Taps:
         geometry: Name to geometry in which norms are taken; read anew for each batch.
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
-        cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`).
+        cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`), ``"compiled"``: after compiling them.
 
     Attributes:
         plan: What was learned about where each call carries the examples.
@@ -66,7 +66,7 @@ class Taps:
         geometry: Callable[[], Mapping[str, Geometry]],
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["compiled"] = False,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume = geometry, rows, consume
@@ -76,7 +76,7 @@ class Taps:
         self._notes: Notes | None = None
         self.stack: list[Site] = []
         self._shared: dict[int, Shared] = {}
-        self._graphs = Graphs(self) if cuda_graphs else None
+        self._graphs = Graphs(self, compiled=cuda_graphs == "compiled") if cuda_graphs else None
         self.sites = find_sites(module, parameters)
         self._names = {
             id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()

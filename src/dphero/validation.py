@@ -33,7 +33,7 @@ def whole(name: str, value: Any) -> int:
     return int(value)
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -297,11 +297,12 @@ class Convolution(Piece):
             padded = inside = x.new_zeros(chunk, x.shape[1], *sizes)
             for axis, pad in enumerate(arguments.padding, start=2):
                 inside = inside.narrow(axis, pad, x.shape[axis])
-        spatial = padded.stride()[2:]
-        inner = [step * by for step, by in zip(spatial, arguments.dilation, strict=True)]
-        outer = [step * by for step, by in zip(spatial, arguments.stride, strict=True)]
-        steps = (*inner[1:], spatial[0], *outer[1:]) if slabs else (*inner, *outer)
-        view = padded.as_strided((len(padded), *columns), (*padded.stride()[:2], *steps))
+        axes = range(1 if slabs else 0, len(kernel))
+        view = padded
+        for axis in axes:  # windows go last: (examples, channels, positions …, kernel …)
+            reach = (kernel[axis] - 1) * arguments.dilation[axis] + 1
+            view = view.unfold(2 + axis, reach, arguments.stride[axis])[..., :: arguments.dilation[axis]]
+        view = view.movedim(list(range(-len(axes), 0)), list(range(2, 2 + len(axes)))) if axes else view
         buffer = x.new_empty(chunk, *columns)
         across = prod(out[1:])
         for first in range(0, n, chunk):
