@@ -265,15 +265,18 @@ def test_coloured_noise_has_the_covariance_it_claims(side: str) -> None:
     assert deviation(z) > limit
 
 
+@pytest.mark.parametrize("kind", ["LowRank", "Dense"])
 @pytest.mark.parametrize("shape, side", [((6, 5), "left"), ((6, 2, 2), "right"), ((6,), "left")], ids=str)
-def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, ...], side: str) -> None:
+def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, ...], side: str, kind: str) -> None:
     """`disperse_` is linear in two independent normals: their images' squares must add up to A A^T, exactly."""
     rows, columns = shape[0], math.prod(shape[1:])
     size = rows if side == "left" else columns
-    factor = LowRank(basis(size, 2, 1, torch.float64), torch.tensor([0.9, 2.5], dtype=torch.float64), 0.7)
-    geometry = Geometry(shape, **{side: factor})
+    factor: Factor = LowRank(basis(size, 2, 1, torch.float64), torch.tensor([0.9, 2.5], dtype=torch.float64), 0.7)
+    if kind == "Dense":
+        factor = Dense(basis(size, size, 1, torch.float64), torch.linspace(0.7, 2.5, size, dtype=torch.float64))
+    geometry, wanted = Geometry(shape, **{side: factor}), 2 if kind == "LowRank" else size
     further = geometry.further(torch.float64)
-    assert further == ((2, columns) if side == "left" else (rows, 2))
+    assert further == ((wanted, columns) if side == "left" else (rows, wanted))
     images = []
     for total, place in ((rows * columns, 0), (math.prod(further), 1)):
         for unit in torch.eye(total, dtype=torch.float64):
@@ -286,7 +289,7 @@ def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, 
 
 
 def test_noise_is_coloured_where_it_cannot_be_dispersed() -> None:
-    """Where a direction gets less noise than the rest, in another precision, and on both sides."""
+    """Where a direction gets less noise than the rest, in another precision, on both sides, or where it is dearer."""
     wide = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.9, 2.5]), 0.7)
     narrow = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.6, 2.5]), 0.7)
     assert Geometry((6, 6), left=wide).further(torch.float32) == (2, 6)
@@ -296,6 +299,10 @@ def test_noise_is_coloured_where_it_cannot_be_dispersed() -> None:
     assert Geometry((2, 3), flat=wide).further(torch.float32) is None
     assert identity((6, 6)).further(torch.float32) is None
     assert Geometry((6, 6), left=Diagonal(torch.ones(6))).further(torch.float32) is None
+    dense = Dense(basis(6, 6, 1, torch.float32), torch.linspace(1, 2, 6))
+    assert Geometry((6, 1000), left=dense).further(torch.float32) == (6, 1000)
+    assert Geometry((6, 100_000), left=dense).further(torch.float32) is None
+    assert Geometry((6, 100_000), left=wide).further(torch.float32) == (2, 100_000)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right", "both", "flat"])

@@ -40,6 +40,7 @@ class Factor(ABC):
     smallest: float
     largest: float
     dtype: torch.dtype | None = None
+    _dispersion: Tensor | None = None
     _arguments: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -66,19 +67,25 @@ class Factor(ABC):
         x.copy_(self.colour(x, axis))
 
     def further(self, dtype: torch.dtype) -> int:
-        """Returns how many further normals `disperse_` wants for each vector; 0: `colour_` is the way."""
-        return 0
+        """Returns how many further normals `disperse_` wants for each vector; 0: `colour_` is the only way."""
+        return 0 if self._dispersion is None or self.dtype != dtype else self._dispersion.shape[1]
 
     def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
-        """Replaces x ~ N(0, I), in place, by noise of the law of A x, more cheaply than `colour_` does.
+        """Replaces x ~ N(0, I), in place, by noise of the law of A x: s x + D further, by one product.
+
+        s is the smallest singular value, and s^2 I + D D^T = A A^T.
 
         Args:
             x: a matrix of standard normals, in the precision that `further` was asked about.
             further: independent standard normals: x's shape with `further()` in place of `size` along `axis`.
             axis: -1 or -2.
-            started: x has deviation `smallest` already. What it holds besides noise then stays as it is.
+            started: x has deviation s already. What it holds besides noise then stays as it is.
         """
-        raise NotImplementedError
+        assert self._dispersion is not None
+        start = 1.0 if started else self.smallest  # a CPU takes longer for any factor but 1
+        left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
+        with products_in(x, short=False):  # as in `act`
+            x.addmm_(left, right, beta=start)
 
     def whiten(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns A^-1 x along `axis` (-1 or -2)."""
@@ -192,9 +199,12 @@ class Dense(Factor):
         self.basis = _orthonormal(basis.detach(), self.largest / self.smallest, defect)
         scales = self._rounded(scales, self.basis)
         self.size, self.dtype = len(basis), self.basis.dtype
-        rows = _sent([scales, scales.reciprocal()], self.basis.device)
+        roots = (scales.square() - self.smallest**2).clamp_(min=0).sqrt()
+        rows = _sent([scales, scales.reciprocal(), roots], self.basis.device)
         self.scales = rows[0]
-        self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
+        turned = self.basis * rows[:, None]
+        self.matrix, self.inverse = (turned[:2] @ self.basis.mT).unbind()
+        self._dispersion = turned[2]
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix
@@ -254,7 +264,7 @@ class LowRank(Factor):
         self.basis = _orthonormal(basis.detach(), _CANCELLING * self.largest / self.smallest, defect)
         scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
-        # s z + U sqrt(v^2 - s^2) z' has covariance A^2, and takes one product; where a v_i is below s there is no root.
+        # s z + U sqrt(v^2 - s^2) z' has covariance A^2; where a v_i is below s there is no root, and no short way.
         squares, whole = scales.square(), self.smallest >= self.rest
         more, less = squares - self.rest**2, squares.reciprocal() - self.rest**-2
         roots = [more.clamp(min=0).sqrt(), less.neg().clamp(min=0).sqrt()] if whole else []
@@ -283,18 +293,6 @@ class LowRank(Factor):
         with products_in(x, short=False):  # as in `act`
             left, right = (self._spread, self.basis.mT @ x) if axis == -2 else (x @ self.basis, self._spread.mT)
             x.addmm_(left, right, beta=self.rest)
-
-    def further(self, dtype: torch.dtype) -> int:
-        """Returns r, unless a direction gets less noise than the rest: then there is no shorter way."""
-        return len(self.scales) if self._dispersion is not None and self.dtype == dtype else 0
-
-    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
-        """Replaces x by s x + U diag(sqrt(v^2 - s^2)) further: one thin product. s is the smallest scale."""
-        assert self._dispersion is not None and self.smallest == self.rest
-        start = 1.0 if started else self.rest  # a CPU takes longer for any factor but 1
-        left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
-        with products_in(x, short=False):  # as in `act`
-            x.addmm_(left, right, beta=start)
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed.

@@ -22,6 +22,8 @@ from dphero.factors import Factor, Scalar
 
 __all__ = ["Geometry", "identity"]
 
+_FEW = 1 << 14  # for so many numbers, to draw as many again takes less time than to handle the noise apart from the sum
+
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -98,14 +100,13 @@ class Geometry:
 
     def further(self, dtype: torch.dtype) -> tuple[int, int] | None:
         """Returns the shape of the further normals with which `disperse_` is cheaper than `colour_`, else None."""
-        if self.flat is not None or (self.left is None) == (self.right is None):
+        factor = self.left or self.right
+        if factor is None or self.flat is not None or (self.left is not None and self.right is not None):
             return None
-        if self.left is not None:
-            wanted = self.left.further(dtype)
-            return (wanted, self.columns) if wanted else None
-        assert self.right is not None
-        wanted = self.right.further(dtype)
-        return (self.rows, wanted) if wanted else None
+        wanted = factor.further(dtype)
+        if not wanted or (wanted == factor.size and self.rows * self.columns > _FEW):
+            return None
+        return (wanted, self.columns) if factor is self.left else (self.rows, wanted)
 
     def disperse_(self, z: Tensor, further: Tensor, *, started: bool = False) -> None:
         """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
