@@ -60,8 +60,8 @@ class Wanted:
         name: whose it is.
         components: None for all of it, by `eigh`: k^2 m + about 10 k^3 operations. Else r < k: the leading r
             directions by block subspace iteration, which forms no k x k matrix: about 4 k m r operations a sweep.
-        start: for the iteration, the basis the last one returned; None, or one of another shape, starts anew
-            with more sweeps.
+        start: for the iteration, the columns the last one returned; None, or one of another shape, starts anew
+            with some sweeps.
         wide: compute in float64. Without a floor the smallest eigenvalues matter, and in float32 those below
             about 1e-5 of the largest are rounding error.
     """
@@ -108,7 +108,7 @@ class Search:
             return [_decomposed(gram) for gram in grams], self._iterations.solve()
 
     def results(self) -> list[tuple[Spectrum, Tensor | None]]:
-        """Returns the spectra, and for those by iteration the basis to start from next time."""
+        """Returns the spectra, and for those by iteration the columns to start from next time."""
         decomposed, solved = self._solve() if self._solved is None else self._solved.result()
         found: dict[int, tuple[Spectrum, Tensor | None]] = {}
         bases = sent([each.basis for each in decomposed], [self._matrices[number].device for number in self._whole])
@@ -117,7 +117,7 @@ class Search:
             found[number] = (_resolved(each, basis, name, rounding), None)
         for (number, w, components), ritz in zip(self._part, self._iterations.results(solved), strict=True):
             _check(w.name, ritz.total)
-            found[number] = (_leading(ritz, w.name, components, self._matrices[number]), ritz.basis)
+            found[number] = (_leading(ritz, w.name, components, self._matrices[number]), ritz.start)
         return [found[number] for number in range(len(self._wanted))]
 
 

@@ -1,13 +1,14 @@
 """Block subspace iteration: the leading eigenvectors of M M^T for many M at once, and no k x k matrix is formed.
 
-One sweep is Y = M (M^T Q), from the last basis Q. What is small is done on the CPU in float64, for all matrices of a
-size at once, so a GPU gets few orders and is waited for once:
+Given columns Y, two thin products give what M says of their span, and the columns to start from next time. What is
+small is done on the CPU in float64, for all of a size at once, so a GPU gets few orders and is waited for once:
 
-    Y^T Y = L L^T,     L^-1 (Y^T M M^T Y) L^-T = V diag(theta) V^T,     U = Y L^-T V
+    Z = M^T Y,     Y^T Y = L L^T,     L^-1 (Z^T Z) L^-T = V diag(theta) V^T,     U = Y L^-T V,     Y' = M (Z L^-T V)
 
-U is orthonormal, and theta are the values of Rayleigh and Ritz in the span of Y, so their sum never exceeds the trace
-||M||_F^2. The growth ||L^-1||^2 says by how much this magnifies rounding errors: where it is large (nearly dependent
-columns, a matrix of low rank) the basis comes from a QR of Y instead, which is slow on a GPU.
+U is orthonormal, and theta are the values of Rayleigh and Ritz of this M in the span of Y, so their sum never exceeds
+the trace ||M||_F^2. Y' = M M^T U is one sweep on. The growth ||L^-1||^2 says by how much rounding errors are magnified:
+where it is large (nearly dependent columns, a matrix of low rank) the basis comes from a QR of Y instead, which is slow
+on a GPU.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from torch import Tensor
 from dphero.factors import to_device
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
-_COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis
-_WARM_SWEEPS = 1  # sweeps of a later one, from the last basis: the weights have hardly moved
+_COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis; a later one starts from the last sweep
 _SEED = 2409_03344
 _MOST_GROWTH = 2.0  # mean square length of the rows of L^-1, for columns of length 1; orthonormal ones have 1
 _CPU = torch.device("cpu")
@@ -36,12 +36,14 @@ class Ritz:
     Attributes:
         values: (columns,) the Ritz values, largest first; float64, on the CPU.
         basis: (k, columns) their vectors, where and as the matrix is.
+        start: (k, columns) the columns to start from next time.
         total: the trace ||M||_F^2; not finite where M is not, and then nothing else means anything.
         defect: how far basis^T basis is from I at most; None where that is not known.
     """
 
     values: Tensor
     basis: Tensor
+    start: Tensor
     total: float
     defect: float | None
 
@@ -69,15 +71,15 @@ class Iterations:
 
     Args:
         matrices: each M, k x m.
-        starts: for each, the basis that the last iteration returned; None, or one of another shape, starts anew with
-            more sweeps.
+        starts: for each, the `start` that the last iteration returned; None, or one of another shape, starts anew with
+            some sweeps.
         components: for each, how many directions are wanted.
     """
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Tensor | None], components: Sequence[int]):
         self._matrices = matrices
         self._columns = [
-            _swept(matrix, start, width(len(matrix), wanted))
+            _columns(matrix, start, width(len(matrix), wanted))
             for matrix, start, wanted in zip(matrices, starts, components, strict=True)
         ]
         self._groups = alike(self._columns)
@@ -87,7 +89,9 @@ class Iterations:
         outer = [wide.mT @ wide for wide in self._wide]
         order = [number for group in self._groups for number in group]
         unit = dict(zip(order, [each for stack in units for each in stack], strict=True))
-        inner = [_gram(matrix, unit[number]) for number, matrix in enumerate(matrices)]
+        # (Y^T M)^T, not M^T Y: on a CPU twice as fast for the row-major weight
+        self._images = [unit[number].mT @ matrix for number, matrix in enumerate(matrices)]
+        inner = [image @ image.mT for image in self._images]
         # Row by row: one float32 sum of millions of squares is wrong in the third digit.
         norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
         self._fetched = Fetched([*outer, *inner, *norms])
@@ -111,7 +115,7 @@ class Iterations:
         found: dict[int, Ritz] = {}
         for group, wide, each, turn in zip(self._groups, self._wide, solved, turns, strict=True):
             dtype, size = self._matrices[group[0]].dtype, wide.shape[1]
-            bases = (wide @ turn).to(dtype)
+            bases, narrow = (wide @ turn).to(dtype), turn.to(dtype)
             for place, number in enumerate(group):
                 total, error = each.totals[place], each.errors[place]
                 if math.isnan(error) and math.isfinite(total):
@@ -119,30 +123,23 @@ class Iterations:
                 else:
                     # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
                     defect = size * error + 2.0 * torch.finfo(dtype).eps
-                    found[number] = Ritz(each.values[place], bases[place], total, defect)
+                    start = self._matrices[number] @ (self._images[number].mT @ narrow[place])
+                    found[number] = Ritz(each.values[place], bases[place], start, total, defect)
         return [found[number] for number in range(len(self._matrices))]
 
 
-def _swept(matrix: Tensor, start: Tensor | None, columns: int) -> Tensor:
-    """Returns Y = M (M^T Q)."""
-    if start is None or start.shape != (len(matrix), columns):
-        basis, sweeps = first_basis(len(matrix), columns).to(matrix), _COLD_SWEEPS
-    else:
-        basis, sweeps = start.to(matrix), _WARM_SWEEPS
-    for _ in range(sweeps - 1):
-        basis = torch.linalg.qr(_sweep(matrix, basis))[0]
-    return _sweep(matrix, basis)
+def _columns(matrix: Tensor, start: Tensor | None, columns: int) -> Tensor:
+    """Returns the columns to start from: those of last time, or M M^T Q after some sweeps from a random basis."""
+    if start is not None and start.shape == (len(matrix), columns):
+        return start.to(matrix)
+    found = _sweep(matrix, first_basis(len(matrix), columns).to(matrix))
+    for _ in range(_COLD_SWEEPS - 1):
+        found = _sweep(matrix, torch.linalg.qr(found)[0])
+    return found
 
 
 def _sweep(matrix: Tensor, basis: Tensor) -> Tensor:
-    # (Q^T M)^T, not M^T Q: on a CPU twice as fast for the row-major weight
     return matrix @ (basis.mT @ matrix).mT
-
-
-def _gram(matrix: Tensor, columns: Tensor) -> Tensor:
-    """Returns Y^T M M^T Y."""
-    inner = columns.mT @ matrix
-    return inner @ inner.mT
 
 
 def _solved(outer: Tensor, inner: Tensor, totals: list[float]) -> Solved:
@@ -166,9 +163,11 @@ def _by_qr(matrix: Tensor, columns: Tensor) -> Ritz:
     All but the columns is computed anew: the matrix may have changed since.
     """
     basis = torch.linalg.qr(columns)[0]
-    values, vectors = torch.linalg.eigh(_gram(matrix, basis).cpu())
+    inner = basis.mT @ matrix
+    values, vectors = torch.linalg.eigh((inner @ inner.mT).cpu())
     total = float(torch.linalg.vector_norm(matrix, dim=1).double().square().sum())
-    return Ritz(values.double().flip(0), basis @ vectors.flip(1).to(basis.device), total, None)
+    basis = basis @ vectors.flip(1).to(basis.device)
+    return Ritz(values.double().flip(0), basis, _sweep(matrix, basis), total, None)
 
 
 def width(size: int, components: int) -> int:
