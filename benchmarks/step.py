@@ -15,8 +15,7 @@ median.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
-the peak of what torch's allocator reserved over five steps, above what it had reserved before the first. There every
-system runs with `expandable_segments:True`, so that holes between blocks of fixed sizes do not count as need.
+the peak of what torch's allocator reserved over five steps, above what it had reserved before the first.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when torch is imported
 
 import torch
 import torch.nn.functional as F

@@ -10,6 +10,8 @@ weight), and results are copied out. Whatever else a pass depends on (parameters
 modules, arguments) is compared before each replay; where it changed, a new recording is made. A fresh recording is
 compared with the pass that it should repeat before it is trusted.
 
+With ``compiled`` it is torch's compiler that writes what is recorded (:mod:`dphero.compiling`).
+
 What is not compared: attributes of other types (a list, a schedule object) that change from step to step, and plain
 Python that runs in ``forward``. It ran once, when the recording was made.
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Pass", "Pool", "Results", "refusal"]
 
 T = TypeVar("T")
+_HOLES = 1.3
+"""How much more memory a recording takes than it fills at most."""
 _Found = tuple[Tensor, list[str], dict[str, Piece]]
 """What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
 
@@ -33,6 +35,10 @@ class Pool:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        # torch's allocator never joins blocks that it got one by one. So a recording starts from one large block: what
+        # the pass has just needed at most, and something for holes.
+        needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        self._room = int(_HOLES * needed)
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record what ``work`` does on the GPU; return what does it again, and results that stay where they are."""
@@ -40,6 +46,9 @@ class Pool:
         # Other threads may go on meanwhile (one that pins memory for a loader, say).
         way = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device), way:
+            if self._room > 0:
+                torch.empty(self._room, dtype=torch.uint8, device=self.device)
+                self._room = 0
             result = work()
 
         def replay() -> None:
@@ -125,8 +134,8 @@ class Pass:
 
     def record(self) -> None:
         """Record the pass."""
-        self._pool = Pool(self._gradients[0].device)
         forward, backward = self._as_compiled() if self._is_compiled else self._as_written()
+        self._pool = Pool(self._gradients[0].device)
         self._replay_forward, self._outs = self._pool.record(forward)
         self._replay_backward, (self.norms, names, pieces) = self._pool.record(backward)
         self.found = GradientBatch(self.rows, pieces, dict(zip(names, self.norms.unbind(0), strict=True)))
