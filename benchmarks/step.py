@@ -332,14 +332,21 @@ def main() -> None:
             times, steps = time_systems(name, rows, options)
             processes = [times]
         found = {system: summary(system, processes, steps[system]) for system in steps}
-        for system, values in found.items():
-            if not options.no_memory:
-                values["peak_mib"] = round(measure_memory(options, system, name, rows), 1)
-            print(f"{name:12s} {system:12s} " + "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)
         report["models"][name] = {"rows": rows, "systems": found}
-        if options.json:  # after each model: nothing is lost if a later one is interrupted
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(report, indent=2) + "\n")
+        for system, values in found.items():
+            print(f"{name:12s} {system:18s} " + "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)
+        write(report, options.json)
+        for system, values in found.items() if not options.no_memory else []:
+            values["peak_mib"] = round(measure_memory(options, system, name, rows), 1)
+            print(f"{name:12s} {system:18s} peak_mib {values['peak_mib']}", flush=True)
+            write(report, options.json)
+
+
+def write(report: dict[str, Any], file: Path | None) -> None:
+    """Write what has been measured so far: nothing is lost if the rest is interrupted."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
