@@ -71,11 +71,9 @@ def make_chunk(
                 if high - low < target.size(0):
                     target = target.narrow(0, low - begin, high - low)
                 ours, length = turn.narrow(0, low - first, high - low), radius.narrow(0, low - first, high - low)
-                if keeps[i]:
-                    target.addcmul_(ours, length, value=stds[i])
-                else:
-                    torch.mul(ours, length, out=target)
-                    target.mul_(stds[i])
+                if not keeps[i]:
+                    target.zero_()  # and added to as well: the same bits either way
+                target.addcmul_(ours, length, value=stds[i])
 
 
 @cache
