@@ -21,7 +21,7 @@ from tests.test_graphs import DEVICE, GUIDANCE, Attention, StandIn, compare, con
 class Again(StandIn):
     """Does compiled work again, into the same tensors; its inside cannot be recorded on a CPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, room: int = 0) -> None:
         super().__init__(device)
         self._compiled = 2  # the forward and the backward pass; sums are not
 

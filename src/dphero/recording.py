@@ -23,22 +23,23 @@ __all__ = ["Pass", "Pool", "Results", "refusal"]
 
 T = TypeVar("T")
 _HOLES = 1.3
-"""How much more memory a recording takes than it fills at most."""
+"""How much more memory a compiled pass takes than it fills at most."""
 _Found = tuple[Tensor, list[str], dict[str, Piece]]
 """What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
 
 
 class Pool:
-    """Memory and stream of the recordings of one pass, which are always replayed in the order they were made in."""
+    """Memory and stream of the recordings of one pass, which are always replayed in the order they were made in.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Args:
+        device: A GPU.
+        room: How many bytes to start with, in one block: torch's allocator never joins blocks that it got one by one.
+    """
+
+    def __init__(self, device: torch.device, room: int = 0) -> None:
+        self.device, self._room = device, room
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
-        # torch's allocator never joins blocks that it got one by one. So a recording starts from one large block: what
-        # the pass has just needed at most, and something for holes.
-        needed = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        self._room = int(_HOLES * needed)
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record what ``work`` does on the GPU; return what does it again, and results that stay where they are."""
@@ -47,7 +48,7 @@ class Pool:
         way = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
         with torch.cuda.device(self.device), way:
             if self._room > 0:
-                torch.empty(self._room, dtype=torch.uint8, device=self.device)
+                torch.empty(self._room, dtype=torch.uint8, device=self.device)  # free again, and in the pool
                 self._room = 0
             result = work()
 
@@ -107,6 +108,7 @@ class Pass:
         self.key, self.geometry, self.rows = key, geometry, rows
         self._taps, self._structure, self._axes = taps, structure, axes
         self._inputs = [_room(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
+        self._peak = max((_peak(each.device) for each in self._inputs if isinstance(each, Tensor)), default=0)
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._ticket = 0
@@ -134,12 +136,20 @@ class Pass:
 
     def record(self) -> None:
         """Record the pass."""
+        device = self._gradients[0].device
         forward, backward = self._as_compiled() if self._is_compiled else self._as_written()
-        self._pool = Pool(self._gradients[0].device)
+        self._pool = Pool(device, self._room_for_holes(device))
         self._replay_forward, self._outs = self._pool.record(forward)
         self._replay_backward, (self.norms, names, pieces) = self._pool.record(backward)
         self.found = GradientBatch(self.rows, pieces, dict(zip(names, self.norms.unbind(0), strict=True)))
         self._record_sums()
+
+    def _room_for_holes(self, device: torch.device) -> int:
+        """Return what a compiled pass has just needed at most, and something more; 0 where that is not known."""
+        peak = _peak(device)
+        if not self._is_compiled or peak <= self._peak:
+            return 0
+        return min(int(_HOLES * (peak - torch.cuda.memory_allocated(device))), torch.cuda.mem_get_info(device)[0])
 
     def repeated(self) -> Results:
         """Replay the recording on what it was recorded with."""
@@ -293,6 +303,11 @@ class _ReplayedBatch(GradientBatch):
         filled = torch.zeros(self._made.rows, dtype=torch.bool, device=keep.device)
         filled[: self.rows] = keep
         return super().weighted_sums(weights, filled)
+
+
+def _peak(device: torch.device) -> int:
+    """Return the most memory, in bytes, that this process has filled on a device so far."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _room(leaf: Any, axis: int | None, rows: int) -> Any:

@@ -129,8 +129,8 @@ class Convolution(Piece):
             with products_in(self.delta, short=False):
                 return self._gram_norms(geometry.left)
         with products_in(self.delta, short=torch.backends.cudnn.allow_tf32):  # as torch's own convolutions
-            # whitening acts on positions or on columns, whichever are fewer
-            early = prod(self.delta.shape[2:]) < prod(self.shape[1:])
+            # whitening acts on positions, in a product for each example, or on columns, in one for all
+            early = 2 * prod(self.delta.shape[2:]) < prod(self.shape[1:])
             if early:
                 return self._form(geometry.left, None, keep=self.worth_keeping())
             return self._form(None, geometry.left, keep=self.worth_keeping())
