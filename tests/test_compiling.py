@@ -13,8 +13,14 @@ from torch import Tensor, fx
 from dphero import compiling, graphs, recording
 from dphero.compiling import Compiled, taken_apart
 from dphero.factors import Diagonal
+from dphero.geometry import identity
+from dphero.guidance import PCA
 from dphero.pieces import Bias, Outer
 from dphero.precision import _PRODUCTS
+from dphero.tape import GradientBatch
+from dphero.taps import Taps
+from tests.models import test_zoo as zoo
+from tests.models.zoo import CASES
 from tests.test_graphs import DEVICE, GUIDANCE, Attention, StandIn, compare, convolutional, images, tokens, train
 
 
@@ -72,6 +78,45 @@ def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_training_is_the_same(traced: None, guidance: str) -> None:
     for make, data in ((convolutional, images()), (Attention, tokens())):
         compare(make, data, guidance=GUIDANCE[guidance], recorded="compiled")
+
+
+_HOOKED = ("weight_norm_by_hook", "pruned")  # refused, as their hooks would not run
+_RESHAPED = ("prelu_single",)  # changes a shape in place, which the stand-in for CUDA graphs cannot do again
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", [name for name in CASES if name not in _HOOKED + _RESHAPED])
+def test_gradients_are_those_of_micro_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("the models are on a CPU")
+    monkeypatch.setattr(compiling, "_compile", turned)
+    monkeypatch.setattr(recording, "Pool", StandIn)
+    monkeypatch.setattr(graphs, "_DEVICES", ("cpu",))
+    module, batch = zoo.make(name, torch.float32)
+    plain = {each: identity(tuple(parameter.shape)) for each, parameter in zoo.trained(module).items()}
+    geometry = plain | zoo.guided(module, PCA())
+    found: list[GradientBatch] = []
+    taps = Taps(
+        module,
+        zoo.trained(module),
+        geometry=lambda: geometry,
+        rows=lambda: len(batch[0]),
+        consume=found.append,
+        cuda_graphs="compiled",
+    )
+    zoo.loss(module, *batch).backward()
+    taps.detach()
+    rows, weights = found[0].rows, torch.rand(found[0].rows)
+    sums = found[0].weighted_sums(dict.fromkeys(found[0].pieces, weights), None)
+    gradients = zoo.expected(name, torch.float32)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    assert type(found[0]) is not GradientBatch  # it comes from a recording
+    for each, gradient in gradients.items():
+        if each in sums:
+            norms = geometry[each].whiten(gradient).reshape(rows, -1).norm(dim=1)
+            close = {"rtol": 1e-3, "atol": 1e-6 * largest}
+            torch.testing.assert_close(found[0].square_norms[each].sqrt() * rows, norms, **close)
+            torch.testing.assert_close(sums[each] * rows, torch.einsum("n,n...->...", weights, gradient), **close)
 
 
 def test_a_bad_example_counts_for_nothing(traced: None) -> None:
