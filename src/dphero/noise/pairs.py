@@ -57,9 +57,10 @@ def make_chunk(
     torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
     radius.pow_(-2).log_().sqrt_()
     sine.mul_(6.283185307179586 * unit)  # the angle, so far
-    rows = 2 if stop - start > half else 1
-    if rows == 2:
-        torch.cos(sine, out=cosine)
+    rows, cosines = 1, stop - start - half
+    if cosines > 0:
+        rows, cosines = 2, cosines + -cosines % 64
+        torch.cos(sine.narrow(0, 0, cosines), out=cosine.narrow(0, 0, cosines))
     sine.sin_()
     for row in range(rows):
         turn, first = used[1 + row], start + row * half
