@@ -17,7 +17,8 @@ mode           norms            noise           charged
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, Literal, Protocol
 
 import torch
@@ -193,11 +194,11 @@ class Mechanism:
         self.ledger.record(self.next_event())
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
         onto = self._becoming_gradients(lot.sums) if any(p.is_cpu for p in self._parameters.values()) else {}
-        flat, others = self._room(without=onto)
+        flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
-        further = self._further(gradients)
-        rest = [*flat, *further.values(), *query]
+        more, further = self._room(self._further())
+        rest = [*flat, *more, *query]
         self.noise.fill(
             [*onto.values(), *rest],
             [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)],
@@ -226,10 +227,10 @@ class Mechanism:
             self.clipping.adapt(float(lot.count) + noise_on_count, self.expected_lot)
         return gradients
 
-    def _further(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return room for the further normals that some geometries shape their noise with."""
-        shapes = {name: self.noise_geometry[name].further(gradient.dtype) for name, gradient in gradients.items()}
-        return {name: gradients[name].new_empty(shape) for name, shape in shapes.items() if shape is not None}
+    def _further(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes of the further normals that some geometries shape their noise with."""
+        wanted = {name: self.noise_geometry[name].further(p.dtype) for name, p in self._parameters.items()}
+        return {name: shape for name, shape in wanted.items() if shape is not None}
 
     def _becoming_gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums that noise can be added to in place.
@@ -250,21 +251,21 @@ class Mechanism:
                 found[name] = total
         return found
 
-    def _room(self, without: Container[str]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return room for the other gradients, and the long pieces of memory (one a device and type) it is cut from."""
+    def _room(self, shapes: Mapping[str, Sequence[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return long pieces of memory, one a device and type, and what is cut from them for each parameter named."""
         kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name, parameter in self._parameters.items():
-            if name not in without:
-                kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
+        for name in shapes:
+            parameter = self._parameters[name]
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
         long: list[Tensor] = []
-        gradients: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for (device, dtype), names in kinds.items():
-            sizes = [self._parameters[name].numel() for name in names]
+            sizes = [prod(shapes[name]) for name in names]
             flat = torch.empty(sum(sizes), device=device, dtype=dtype)
             long.append(flat)
             for name, part in zip(names, flat.split(sizes), strict=True):
-                gradients[name] = part.view(self._parameters[name].shape)
-        return long, {name: gradients[name] for name in self._parameters if name in gradients}
+                found[name] = part.view(tuple(shapes[name]))
+        return long, {name: found[name] for name in shapes}
 
     # -- checkpoint -------------------------------------------------------------------------------------
 
