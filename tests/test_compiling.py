@@ -149,6 +149,20 @@ def test_a_compiler_that_errs_is_found_out(traced: None, monkeypatch: pytest.Mon
         train(convolutional().to(DEVICE), images(), cuda_graphs="compiled")
 
 
+def test_norms_that_are_too_small_are_found_out(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By less than compiled kernels may differ from others: they must still be norms of what is summed."""
+    calls: list[int] = []
+
+    def wrong(module: fx.GraphModule, given: list[Tensor], options: dict[str, Any]) -> Callable[..., Sequence[Tensor]]:
+        run = interpreted(module, given, options)
+        calls.append(1)
+        return run if len(calls) == 1 else lambda given: (lambda norms, *rest: [0.95 * norms, *rest])(*run(given))
+
+    monkeypatch.setattr(compiling, "_compile", wrong)
+    with pytest.raises(ValueError, match="adds more to the sums than its norms say"):
+        train(convolutional().to(DEVICE), images(), cuda_graphs="compiled")
+
+
 def test_a_compiler_that_fails_is_named(traced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(module: fx.GraphModule, given: list[Tensor], options: dict[str, Any]) -> Any:
         raise RuntimeError("no kernel for this")

@@ -143,7 +143,7 @@ class PrivacyEngine:
             cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
                 up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
                 recording is made, so ``forward`` must do the same for every batch of one shape. With ``"compiled"`` the
-                passes are compiled (as by ``torch.compile``) before they are recorded, which takes a minute or so.
+                passes are compiled (as by ``torch.compile``) before they are recorded, which takes some time.
 
         Returns:
             The module, the optimizer (both the very objects that were given) and the private loader.

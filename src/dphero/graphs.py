@@ -72,7 +72,7 @@ class Graphs:
         for name, parameter in taps.module.named_parameters():
             if parameter.device.type not in _DEVICES:
                 raise ValueError(
-                    f"cuda_graphs=True needs a model on a CUDA device, but {name!r} is on {parameter.device}; "
+                    f"cuda_graphs needs a model on a CUDA device, but {name!r} is on {parameter.device}; "
                     "move the model there before make_private, or leave cuda_graphs out"
                 )
         self._taps, self._compiled = taps, compiled
@@ -175,6 +175,7 @@ class Graphs:
                 made.record()
             with untouched.run():
                 _require_equal(expected, made.repeated(), self._tolerance)
+                _require_bounded(made)
         except (Unforeseen, NoSharedRule):
             raise
         except RuntimeError as error:
@@ -197,6 +198,14 @@ def _require_equal(expected: Results, found: Results, tolerance: float) -> None:
         other = first.isfinite() != second.isfinite()
         if bool(gap > tolerance * scale) or bool(other.any()):
             raise ValueError(refusal(f"replayed, it computes something else (by {float(gap / scale):.2g} of its size)"))
+
+
+def _require_bounded(made: Pass) -> None:
+    """Raise ``ValueError`` if an example adds more to the sums than its norms say: the clip bound rests on that."""
+    largest = made.norms.double().amax(1)
+    for norms, added in made.shares():
+        if bool((added - norms.double() > _TOLERANCE * largest).any()):
+            raise ValueError(refusal("replayed, an example adds more to the sums than its norms say"))
 
 
 def _rounded(rows: int) -> int:

@@ -46,7 +46,7 @@ class LiveGeometry:
     def _copy(self, factor: Factor, device: torch.device) -> Factor:
         if type(factor) not in _KINDS:
             raise ValueError(
-                f"cuda_graphs=True: a geometry with a factor of type {type(factor).__name__} cannot be recorded; call "
+                f"cuda_graphs: a geometry with a factor of type {type(factor).__name__} cannot be recorded; call "
                 "make_private without cuda_graphs"
             )
         if id(factor) not in self._copies:  # a weight and its bias share one, and still do

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -159,6 +159,16 @@ class Pass:
             replay()
         return Results(self._outs, self.norms, self._sums)
 
+    def shares(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for some examples, their square norms and those of what they add to the sums, by parameter."""
+        for row in sorted({0, self.rows // 2, self.rows - 1}):
+            self._weights[0].zero_()
+            self._weights[0][row] = 1.0
+            self._replay_sums()
+            added = self._apart(self._sums)
+            whitened = [self.geometry.live[name].whiten(added[name][None]) for name in self.found.square_norms]
+            yield self.norms[:, row], torch.stack([part.double().square().sum() for part in whitened])
+
     def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
         """Return both passes as functions."""
         found: list[GradientBatch] = []
@@ -247,7 +257,7 @@ class Pass:
         if ticket != self._ticket:
             raise RuntimeError(
                 "the model was called again before this backward pass, which overwrote what it needs: with "
-                "cuda_graphs=True, call the model once for each batch, then backward()"
+                "cuda_graphs, call the model once for each batch, then backward()"
             )
         for place, gradient in zip(self._gradients, gradients, strict=True):
             place[:rows].copy_(gradient)
@@ -267,8 +277,12 @@ class Pass:
             place[:rows].copy_(values)
             place[rows:].zero_()
         self._replay_sums()
+        return self._apart(self._sums.clone())
+
+    def _apart(self, sums: Tensor) -> dict[str, Tensor]:
+        """Return the sum of each parameter, out of all of them."""
         shapes = {name: piece.shape for name, piece in self.found.pieces.items()}
-        parts = self._sums.clone().split([shape.numel() for shape in shapes.values()])
+        parts = sums.split([shape.numel() for shape in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
@@ -334,4 +348,4 @@ def _pattern(like: Tensor) -> Tensor:
 
 def refusal(reason: str) -> str:
     """Return the message for a model that cannot be recorded."""
-    return f"cuda_graphs=True: this model's passes cannot be recorded: {reason}. Call make_private without cuda_graphs."
+    return f"cuda_graphs: this model's passes cannot be recorded: {reason}. Call make_private without cuda_graphs."

@@ -176,12 +176,12 @@ class _Lane:
         ends, start = whole.ends, chunk * _FAST_CHUNK
         stop = min(start + _FAST_CHUNK, ends[-1])
         counter = start * self._width // _AES_BLOCK + (self._width == 8) * (1 << 63)
-        half, pairs = _PAIRS * self._width, stop - start + -(stop - start) % _VECTOR
-        if pairs >= _PAIRS:  # radii and angles in one go
+        half, words = _PAIRS * self._width, stop - start + -(stop - start) % _VECTOR
+        if words >= _PAIRS:  # radii and angles in one go
             self._encrypt(release, counter, 0, 2 * half)
         else:
-            self._encrypt(release, counter, 0, pairs * self._width)
-            self._encrypt(release, counter + half // _AES_BLOCK, half, pairs * self._width)
+            self._encrypt(release, counter, 0, words * self._width)
+            self._encrypt(release, counter + half // _AES_BLOCK, half, words * self._width)
         some = slice(bisect_right(ends, start), bisect_left(ends, stop) + 1)
         lists = (whole.tensors[some], ends[some], whole.keeps[some], whole.stds[some])
         self._make(self._words, self._tiny, self._scratch, start, stop, *lists)

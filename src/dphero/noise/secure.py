@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
 
-from dphero.noise.source import OneTimeSource, Target, close, common_std, cut, deal, size_of
+from dphero.noise.source import OneTimeSource, Target, close, is_flat
 
 __all__ = ["SecureNoise"]
 
@@ -72,15 +73,15 @@ class SecureNoise(OneTimeSource):
         self._start()
 
     def _draw(self, targets: list[Target], release: int) -> None:
-        large = size_of(targets) > 2 * _SECURE_CHUNK
-        chunks, detours = cut(targets, _SECURE_CHUNK if large else _SERIAL, torch.float64)
+        large = _size_of(targets) > 2 * _SECURE_CHUNK
+        chunks, detours = _cut(targets, _SECURE_CHUNK if large else _SERIAL, torch.float64)
         for pieces in chunks:
-            total = size_of(pieces)
+            total = _size_of(pieces)
             even = total + total % 2
             self._stream.update_into(self._zeros[: 8 * even], self._bits.data.cast("B"))
             bits = torch.from_numpy(self._bits[:even])
-            std = common_std(piece.std for piece in pieces)
-            deal(_box_muller(bits, std, out=self._normals[:even]), std, pieces)
+            std = _common_std(piece.std for piece in pieces)
+            _deal(_box_muller(bits, std, out=self._normals[:even]), std, pieces)
         close(detours)
 
 
@@ -104,3 +105,59 @@ def _box_muller(bits: Tensor, std: float, out: Tensor) -> Tensor:
     cosine.mul_(radius)
     sine.mul_(radius)
     return out
+
+
+def _size_of(targets: Sequence[Target]) -> int:
+    """Return how many numbers the targets hold in all."""
+    return sum(target.tensor.numel() for target in targets)
+
+
+def _cut(
+    targets: Sequence[Target], size: int, dtype: torch.dtype
+) -> tuple[list[list[Target]], list[tuple[Tensor, Tensor]]]:
+    """Cut the concatenation of tensors in chunks of `size` elements.
+
+    Returns:
+        The chunks, each as the pieces it is made of (whole tensors where they fit, flat views otherwise), and
+        the detours: (tensor, scratch) where the pieces lie in a scratch of type `dtype`, to be copied over at
+        the end.
+    """
+    chunks: list[list[Target]] = []
+    detours: list[tuple[Tensor, Tensor]] = []
+    room = 0
+    for tensor, keep, std in targets:
+        pieces: Sequence[Tensor] = (tensor,)
+        if tensor.numel() > (room or size):
+            if is_flat(tensor):
+                flat = tensor.view(-1)
+            else:
+                flat = torch.empty(tensor.numel(), dtype=dtype)
+                detours.append((tensor, flat))
+            pieces = (flat[:room], *flat[room:].split(size)) if room else flat.split(size)
+        for piece in pieces:
+            if room == 0:
+                chunks.append([])
+                room = size
+            chunks[-1].append(Target(piece, keep, std))
+            room -= piece.numel()
+    return chunks, detours
+
+
+def _common_std(stds: Iterable[float]) -> float:
+    """Return the standard deviation that all share; 1 where they differ, and each is multiplied by its own later."""
+    different = set(stds)
+    return different.pop() if len(different) == 1 else 1.0
+
+
+def _deal(noise: Tensor, std: float, pieces: list[Target]) -> None:
+    """Hand the flat noise of deviation `std` out to the pieces in order, rounding to each one's type."""
+    parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
+    for piece, part in zip(pieces, parts, strict=True):
+        if piece.std != std:
+            part.mul_(piece.std)
+    fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
+    if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
+        torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
+    for (tensor, keep, _), part in zip(pieces, parts, strict=True):
+        if keep:
+            torch.add(part, tensor, out=tensor)

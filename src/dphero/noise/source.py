@@ -6,12 +6,11 @@ import math
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
     "NoiseSource",
@@ -19,11 +18,7 @@ __all__ = [
     "Target",
     "can_keep",
     "close",
-    "common_std",
-    "cut",
-    "deal",
     "is_flat",
-    "size_of",
 ]
 
 
@@ -157,63 +152,7 @@ def is_flat(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
-def size_of(targets: Sequence[Target]) -> int:
-    """Return how many numbers the targets hold in all."""
-    return sum(target.tensor.numel() for target in targets)
-
-
-def cut(
-    targets: Sequence[Target], size: int, dtype: torch.dtype
-) -> tuple[list[list[Target]], list[tuple[Tensor, Tensor]]]:
-    """Cut the concatenation of tensors in chunks of `size` elements.
-
-    Returns:
-        The chunks, each as the pieces it is made of (whole tensors where they fit, flat views otherwise), and
-        the detours: (tensor, scratch) where the pieces lie in a scratch of type `dtype`, to be copied over at
-        the end.
-    """
-    chunks: list[list[Target]] = []
-    detours: list[tuple[Tensor, Tensor]] = []
-    room = 0
-    for tensor, keep, std in targets:
-        pieces: Sequence[Tensor] = (tensor,)
-        if tensor.numel() > (room or size):
-            if is_flat(tensor):
-                flat = tensor.view(-1)
-            else:
-                flat = torch.empty(tensor.numel(), dtype=dtype)
-                detours.append((tensor, flat))
-            pieces = (flat[:room], *flat[room:].split(size)) if room else flat.split(size)
-        for piece in pieces:
-            if room == 0:
-                chunks.append([])
-                room = size
-            chunks[-1].append(Target(piece, keep, std))
-            room -= piece.numel()
-    return chunks, detours
-
-
 def close(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy the scratches of :func:`cut` to their tensors."""
+    """Copy scratches, where noise was drawn for tensors that lie elsewhere, to these."""
     for tensor, scratch in detours:
         tensor.copy_(scratch.view(tensor.shape))
-
-
-def common_std(stds: Iterable[float]) -> float:
-    """Return the standard deviation that all share; 1 where they differ, and each is multiplied by its own later."""
-    different = set(stds)
-    return different.pop() if len(different) == 1 else 1.0
-
-
-def deal(noise: Tensor, std: float, pieces: list[Target]) -> None:
-    """Hand the flat noise of deviation `std` out to the pieces in order, rounding to each one's type."""
-    parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
-    for piece, part in zip(pieces, parts, strict=True):
-        if piece.std != std:
-            part.mul_(piece.std)
-    fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
-    if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
-        torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
-    for (tensor, keep, _), part in zip(pieces, parts, strict=True):
-        if keep:
-            torch.add(part, tensor, out=tensor)
