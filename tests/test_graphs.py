@@ -372,7 +372,7 @@ def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pyte
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
 def test_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs=True needs a model on a CUDA device"):
+    with pytest.raises(ValueError, match="cuda_graphs needs a model on a CUDA device"):
         pair(convolutional())
 
 
