@@ -20,6 +20,7 @@ __all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "time
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
+_LARGE = 1 << 17  # numbers, from which on it pays to share a product with few columns by hand
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
 
 
@@ -305,7 +306,7 @@ class LowRank(Factor):
         room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(x.dtype).eps
         if whitened is not None:
             return whitened.sqrt_().add_(torch.linalg.vector_norm(x, dim=axis) * (room / self.rest)).square_()
-        whole = torch.linalg.vector_norm(x, dim=axis).square_() * ((1.0 + room) * self.rest**-2)
+        whole = torch.linalg.vector_norm(x, dim=axis).square_().mul_((1.0 + room) * self.rest**-2)
         with products_in(x, short=False):
             if self._taken is not None:  # no direction gets less noise than the rest, so all terms are of one sign
                 inner = _thin(x, self._taken) if axis == -1 else times(self._taken.mT, x)
@@ -332,9 +333,9 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
 
 
 def _thin(x: Tensor, basis: Tensor) -> Tensor:
-    """Returns x @ basis for a basis of few columns: on a CPU, threads share it better as a product for each."""
-    parts = torch.get_num_threads() if x.is_cpu and x.dim() == 2 and x.is_contiguous() else 1
-    if parts == 1 or len(x) % parts or not len(x):
+    """Returns x @ basis for a basis of few columns: on a CPU, threads share a large one better as a product for each."""
+    parts = torch.get_num_threads() if x.is_cpu and x.numel() > _LARGE and x.dim() == 2 and x.is_contiguous() else 1
+    if parts == 1 or len(x) % parts:
         return x @ basis
     return torch.bmm(x.view(parts, -1, len(basis)), basis.expand(parts, -1, -1)).view(len(x), -1)
 

@@ -27,7 +27,7 @@ from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.precision import products_in
 
-__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "combine", "gram_rounding", "products_in", "rounding"]
+__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "by_example", "combine", "gram_rounding", "rounding"]
 
 
 class Piece(ABC):
@@ -75,7 +75,7 @@ class Explicit(Piece):
         return _squares(_whitened(self.gradients, geometry))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        flat = _flat(self.gradients)
+        flat = by_example(self.gradients)
         return (weights.to(flat.dtype) @ flat).reshape(self.shape)
 
     def take(self, keep: Tensor) -> Explicit:
@@ -331,7 +331,7 @@ def _trace(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=1, dim2=2).sum(1)
 
 
-def _flat(x: Tensor) -> Tensor:
+def by_example(x: Tensor) -> Tensor:
     """Return one row per example, also where there is none."""
     return x.reshape(len(x), x.shape[1:].numel())
 
@@ -341,7 +341,7 @@ def _whitened(gradients: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _squares(gradients: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(_flat(gradients), dim=1).square()
+    return torch.linalg.vector_norm(by_example(gradients), dim=1).square()
 
 
 def _apply(factor: Factor | None, x: Tensor) -> Tensor:

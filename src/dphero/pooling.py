@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dphero.geometry import Geometry
-from dphero.pieces import Explicit, Piece
+from dphero.pieces import Explicit, Piece, by_example
 
 __all__ = ["pool"]
 
@@ -44,20 +44,24 @@ class _Pool:
         return self._sum[1]
 
 
-def pool(gradients: Mapping[str, Tensor]) -> dict[str, tuple[Piece, Tensor]]:
+def pool(gradients: Mapping[str, Tensor], geometry: Mapping[str, Geometry]) -> dict[str, tuple[Piece, Tensor]]:
     """Handle many small per-example gradients together: a few operations instead of a few for each.
 
     Args:
         gradients: Name to per-example gradients of shape ``(n, *shape)``.
+        geometry: Name to the geometry in which norms are taken.
 
     Returns:
-        Name to (piece, ‖g_i‖²).
+        Name to (piece, ‖A⁻¹ g_i‖²).
     """
-    flat = [value.reshape(len(value), value.shape[1:].numel()) for value in gradients.values()]
+    flat = [by_example(value) for value in gradients.values()]
     joined = torch.cat(flat, 1)
+    whitened = joined
+    if not all(geometry[name].is_identity for name in gradients):
+        whitened = torch.cat([by_example(geometry[name].whiten(value)) for name, value in gradients.items()], 1)
     widths = [part.shape[1] for part in flat]
     squares = joined.new_zeros(len(widths), len(joined))
-    squares.index_add_(0, _owners(tuple(widths), joined.device), joined.square().T)
+    squares.index_add_(0, _owners(tuple(widths), joined.device), whitened.square().T)
     shared, start = _Pool(joined), 0
     found: dict[str, tuple[Piece, Tensor]] = {}
     for (name, value), width, norms in zip(gradients.items(), widths, squares.unbind(0), strict=True):

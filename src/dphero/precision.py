@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,12 +15,16 @@ __all__ = ["Explicitly", "products_in"]
 _aten = torch.ops.aten
 
 
-@contextmanager
-def products_in(x: Tensor, *, short: bool) -> Iterator[None]:
+_AS_EVER = nullcontext()
+
+
+def products_in(x: Tensor, *, short: bool) -> AbstractContextManager[None]:
     """Let a GPU round the factors of matrix products to TF32 or not, whatever its user set for his own."""
-    if x.device.type != "cuda":
-        yield
-        return
+    return _products_on_gpu(short) if x.is_cuda else _AS_EVER
+
+
+@contextmanager
+def _products_on_gpu(short: bool) -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = short
     try:

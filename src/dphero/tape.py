@@ -132,11 +132,10 @@ class Tape:
             self._arrived[name].append(piece)
 
     def _take(self, name: str, piece: Piece) -> None:
-        geometry = self._geometry[name]
-        if isinstance(piece, Explicit) and geometry.is_identity and piece.shape.numel() <= _SMALL:
+        if isinstance(piece, Explicit) and piece.shape.numel() <= _SMALL:
             self._small[name] = piece.gradients
         else:
-            self._ready[name] = (piece, piece.square_norms(geometry))
+            self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
 
     def settle(self, batch: GradientBatch) -> None:
         """Take all gradients at once, from a recording of this pass."""
@@ -154,7 +153,7 @@ class Tape:
             for name, pieces in self._arrived.items():
                 self._take(name, combine(pieces))
             if self._small:
-                self._ready.update(pool(self._small))
+                self._ready.update(pool(self._small, self._geometry))
         ready, self._ready, self._small = self._ready, {}, {}
         self._arrived.clear()
         self.done = True

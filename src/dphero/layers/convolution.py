@@ -20,7 +20,8 @@ from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
 from dphero.layers.room import Room
-from dphero.pieces import Explicit, Piece, gram_rounding, products_in, rounding
+from dphero.pieces import Explicit, Piece, gram_rounding, rounding
+from dphero.precision import products_in
 
 if TYPE_CHECKING:
     from dphero.taps import Call
@@ -31,6 +32,8 @@ _CPU_BUFFER = 1 << 18
 """Elements of patches, or of gradients, that each thread of a CPU works on at once: they stay in its cache."""
 _GPU_BUFFER = 1 << 26
 """On a GPU: enough to fill it, not much beside the activations."""
+_FEW = 1 << 20
+"""Elements of gradients whose norms are taken all together: they are still in some cache when the last is formed."""
 
 
 @dataclass(frozen=True)
@@ -175,17 +178,18 @@ class Convolution(Piece):
         delta = self.delta.reshape(n * groups, rows, -1)
         norms = []
         kept = self._room.lend(self, delta, (offsets, n * groups, columns, rows)) if keep else None
+        together = kept is not None and kept.numel() <= _FEW
         for first, last, patches in self._patches():
             part = slice(first * groups, last * groups)
             out = delta.new_empty(offsets, part.stop - part.start, columns, rows) if kept is None else kept[:, part]
             left = delta[part] if early is None else early.whiten(delta[part], axis=-2)
             for offset, columns_of_offset in enumerate(patches):
                 torch.bmm(columns_of_offset, left.transpose(1, 2), out=out[offset])
-            if late is not None:
-                out = late.whiten(out.reshape(-1, rows))
-            # while in cache; along contiguous memory only, which is twice as fast
-            norms.append(torch.linalg.vector_norm(out.view(offsets, last - first, -1), dim=2))
+            if not together:  # while in cache
+                norms.append(_slab_norms(out, last - first, late))
         if kept is not None:
+            if together:
+                norms.append(_slab_norms(kept, n, late))
             self._slabs, self._whitened_by = kept.view(offsets, n, groups * columns, rows), early
             self.rounding = 0.0  # norm and sum see the same numbers
             del self.x, self.delta
@@ -319,6 +323,15 @@ class Convolution(Piece):
             flat = part.view(examples, -1, sizes[0] * across)
             starts = [offset * arguments.dilation[0] * across for offset in range(kernel[0])]
             yield first, last, [flat[:, :, start : start + out[0] * across] for start in starts]
+
+
+def _slab_norms(slabs: Tensor, examples: int, whitening: Factor | None) -> Tensor:
+    """Return the norms of gradients (offsets, examples · groups, columns, rows), slab by slab."""
+    offsets, rows = len(slabs), slabs.shape[-1]
+    if whitening is not None:
+        slabs = whitening.whiten(slabs.reshape(-1, rows))
+    # along contiguous memory only, which is twice as fast
+    return torch.linalg.vector_norm(slabs.view(offsets, examples, -1), dim=2)
 
 
 def _buffer(x: Tensor) -> int:

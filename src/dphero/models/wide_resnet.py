@@ -24,7 +24,8 @@ from dphero.geometry import Geometry, identity
 from dphero.layers import register
 from dphero.layers.convolution import Convolution, convolution_arguments
 from dphero.layers.room import Room
-from dphero.pieces import Explicit, Piece, products_in
+from dphero.pieces import Explicit, Piece
+from dphero.precision import products_in
 from dphero.sites import Call
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
