@@ -333,7 +333,7 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
 
 
 def _thin(x: Tensor, basis: Tensor) -> Tensor:
-    """Returns x @ basis for a basis of few columns: on a CPU, threads share a large one better as a product for each."""
+    """Returns x @ basis for a basis of few columns: on a CPU, threads share a large one better as one product each."""
     parts = torch.get_num_threads() if x.is_cpu and x.numel() > _LARGE and x.dim() == 2 and x.is_contiguous() else 1
     if parts == 1 or len(x) % parts:
         return x @ basis
