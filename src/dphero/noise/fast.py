@@ -24,12 +24,11 @@ __all__ = ["FastNoise"]
 
 logger = logging.getLogger(__name__)
 
-# How many numbers a thread draws at a time. With fewer, the threads wait for Python's lock; with more, for memory.
+# How many numbers a thread draws at a time at most. With fewer, threads wait for Python's lock; with more, for memory.
 _FAST_CHUNK = 1 << 17
-_PAIRS = _FAST_CHUNK // 2
 _STAGGER = 1040  # numbers between rows: a power of two apart, they would want the same places in a cache
 _AES_BLOCK = 16  # bytes
-_VECTOR = 64  # words are drawn in multiples of so many
+_PAIRS_OF_VECTORS = 128  # numbers; a chunk has a multiple of so many
 _ZEROS = memoryview(bytes(8 * _FAST_CHUNK))  # what is encrypted: the cipher text is then the key stream itself
 _WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -37,12 +36,12 @@ _WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 class FastNoise(OneTimeSource):
     """Gaussian noise from a key stream, repeatable from the key.
 
-    On the CPU, position p of release t is a function of (key, t, p) alone: not of the thread count, of
-    torch's global seed, of how the positions are split among tensors, or of how many follow. The words of
-    release t are AES-128(key, t ‖ 0), AES-128(key, t ‖ 1), …, where t and the counter have 64 bits each. The
-    concatenation of the tensors is cut in chunks of 131,072 numbers, made from as many words of 32 bits: chunk
-    by chunk 65,536 words for radii, 65,536 for angles, and of these pairs first the sines, then the cosines
-    (see :mod:`dphero.noise.pairs`). float64 tensors form a concatenation of their own, made from words of 64
+    On the CPU, position p of n in release t is a function of (key, t, p, n) alone: not of the thread count, of
+    torch's global seed, or of how the positions are split among tensors. The words of release t are
+    AES-128(key, t ‖ 0), AES-128(key, t ‖ 1), …, where t and the counter have 64 bits each. The concatenation of
+    the tensors is cut in equal chunks (:func:`_chunk_size`), each made from as many words of 32 bits: half of them
+    for radii, half for angles, and of these pairs first the sines, then the cosines (see
+    :mod:`dphero.noise.pairs`). float64 tensors form a concatenation of their own, made from words of 64
     bits, whose counters start at 2⁶³. On CUDA, one Philox generator per device and release has a 64-bit seed
     hashed from (key, t, device).
 
@@ -124,7 +123,7 @@ class FastNoise(OneTimeSource):
                 tensors.append(torch.empty(tensor.numel(), dtype=dtype, device="cpu"))
                 detours.append((tensor, tensors[-1]))
         whole = _Concatenation(tensors, [target.keep for target in targets], [target.std for target in targets])
-        chunks = -(-whole.ends[-1] // _FAST_CHUNK)
+        chunks = -(-whole.ends[-1] // whole.chunk)
         threads = min(torch.get_num_threads(), chunks)
         lanes = self._lanes.setdefault(dtype, [])
         lanes += [_Lane(dtype) for _ in range(threads - len(lanes))]
@@ -153,6 +152,15 @@ class _Concatenation:
     def __init__(self, tensors: list[Tensor], keeps: list[bool], stds: list[float]) -> None:
         self.tensors, self.keeps, self.stds = tensors, keeps, stds
         self.ends = list(accumulate(tensor.numel() for tensor in tensors))
+        self.chunk = _chunk_size(self.ends[-1])
+
+
+def _chunk_size(numbers: int) -> int:
+    """Return how many numbers a chunk has: as many as another, and among few threads the chunks are shared equally."""
+    chunks = -(-numbers // _FAST_CHUNK)
+    chunks += -chunks % 4 if chunks > 2 else 0
+    size = -(-numbers // chunks)
+    return size + -size % _PAIRS_OF_VECTORS
 
 
 class _Lane:
@@ -164,8 +172,9 @@ class _Lane:
         self._width = dtype.itemsize
         stream = bytearray(self._width * _FAST_CHUNK + 15)  # the cipher wants 15 spare bytes at the end
         self._stream = memoryview(stream)
-        self._words = torch.frombuffer(stream, dtype=_WORDS[dtype], count=_FAST_CHUNK).view(2, _PAIRS)
-        self._scratch = torch.empty(3, _PAIRS + _STAGGER, dtype=dtype, device="cpu")[:, :_PAIRS]
+        self._words = torch.frombuffer(stream, dtype=_WORDS[dtype], count=_FAST_CHUNK)
+        pairs = _FAST_CHUNK // 2
+        self._scratch = torch.empty(3, pairs + _STAGGER, dtype=dtype, device="cpu")[:, :pairs]
         self._tiny = torch.tensor(2.0 ** (-8 * self._width), dtype=dtype, device="cpu")
         self._make = chunk_maker()
 
@@ -173,20 +182,16 @@ class _Lane:
         """Draw one chunk of the concatenation."""
         if key != self._key:
             self._key, self._cipher = key, Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
-        ends, start = whole.ends, chunk * _FAST_CHUNK
-        stop = min(start + _FAST_CHUNK, ends[-1])
+        ends, start = whole.ends, chunk * whole.chunk
+        stop = min(start + whole.chunk, ends[-1])
         counter = start * self._width // _AES_BLOCK + (self._width == 8) * (1 << 63)
-        half, words = _PAIRS * self._width, stop - start + -(stop - start) % _VECTOR
-        if words >= _PAIRS:  # radii and angles in one go
-            self._encrypt(release, counter, 0, 2 * half)
-        else:
-            self._encrypt(release, counter, 0, words * self._width)
-            self._encrypt(release, counter + half // _AES_BLOCK, half, words * self._width)
+        words = stop - start + -(stop - start) % _PAIRS_OF_VECTORS
+        self._encrypt(release, counter, words * self._width)
         some = slice(bisect_right(ends, start), bisect_left(ends, stop) + 1)
         lists = (whole.tensors[some], ends[some], whole.keeps[some], whole.stds[some])
         self._make(self._words, self._tiny, self._scratch, start, stop, *lists)
 
-    def _encrypt(self, release: int, counter: int, start: int, size: int) -> None:
-        """Put `size` bytes of the key stream, from `counter` on, to `start` in the buffer."""
+    def _encrypt(self, release: int, counter: int, size: int) -> None:
+        """Put `size` bytes of the key stream, from `counter` on, in the buffer."""
         self._cipher.reset_nonce(release.to_bytes(8, "big") + counter.to_bytes(8, "big"))
-        self._cipher.update_into(_ZEROS[:size], self._stream[start:])
+        self._cipher.update_into(_ZEROS[:size], self._stream)

@@ -36,11 +36,13 @@ def make_chunk(
 ) -> None:
     """Make standard normals, first sines, then cosines, and hand them out, times their deviations.
 
+    There are half as many pairs as normals, rounded up to a multiple of 64: a processor may treat what is less than a
+    vector differently.
+
     Args:
-        words: Two rows: words for radii, and words for angles. A row's length is the number of sines.
+        words: Words for the radii of all pairs, then words for their angles.
         tiny: 2⁻ᵇ, in the type of the normals.
-        scratch: Three rows of that type, as long, for radii, sines and cosines. They are computed in multiples of 64: a
-            processor may treat what is less than a vector differently.
+        scratch: Three rows of that type, for radii, sines and cosines.
         start: Where in the concatenation of all targets the normals belong,
         stop: and where they end.
         targets: Contiguous tensors of that type, to be overwritten or added to.
@@ -48,26 +50,22 @@ def make_chunk(
         keeps: Which of them are added to.
         stds: Their deviations.
     """
-    unit, half = float(tiny), words.size(1)
-    sines = min(stop - start, half)
-    pairs = sines + -sines % 64
+    unit, pairs = float(tiny), (stop - start + 1) // 2
+    pairs += -pairs % 64
     used = scratch.narrow(1, 0, pairs)
     radius, sine, cosine = used[0], used[1], used[2]
-    used.narrow(0, 0, 2).copy_(words.narrow(1, 0, pairs))
+    used.narrow(0, 0, 2).copy_(words.narrow(0, 0, 2 * pairs).view(2, pairs))
     torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
     radius.pow_(-2).log_().sqrt_()
     sine.mul_(6.283185307179586 * unit)  # the angle, so far
-    rows, cosines = 1, stop - start - half
-    if cosines > 0:
-        rows, cosines = 2, cosines + -cosines % 64
-        torch.cos(sine.narrow(0, 0, cosines), out=cosine.narrow(0, 0, cosines))
+    torch.cos(sine, out=cosine)
     sine.sin_()
-    for row in range(rows):
-        turn, first = used[1 + row], start + row * half
+    for row in range(2):
+        turn, first = used[1 + row], start + row * pairs
         for i in range(len(targets)):
             target = targets[i].view(-1)
             begin = ends[i] - target.size(0)
-            low, high = max(begin, first), min(ends[i], stop if row else start + sines)
+            low, high = max(begin, first), min(ends[i], min(first + pairs, stop))
             if low < high:
                 if high - low < target.size(0):
                     target = target.narrow(0, low - begin, high - low)
