@@ -11,7 +11,11 @@ takes as many steps as fit in the time of plain SGD's, at least one, so that it 
 Where memory lies, and what else the process has done, speeds a system up or slows it down by a tenth and more, plain
 SGD too, for as long as the process lives. With `--processes N` each system is therefore alone with plain SGD in N
 processes of its own, the systems taking turns; reported are the ratios of all rounds together, and each process's
-median.
+median. `--against isotropic` puts dphero's isotropic noise in plain SGD's place: what guidance adds.
+
+Much of that luck is the kernel's: what C's allocator gives back at the end of a step it has to ask for again in the
+next, page by page, and how much that is depends on what happens to lie where. With `--keep-memory` it gives nothing
+back (glibc only), and processes agree.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
@@ -187,14 +191,15 @@ def timed(step: Step, steps: int, device: str, clock: Callable[[], float]) -> fl
 
 
 Times = dict[str, list[tuple[float, float]]]
-"""For each system, the seconds of one step in each round, with plain SGD's of that round."""
+"""For each system, the seconds of one step in each round, with those of what it is compared to."""
 
 
 def time_systems(name: str, rows: int, options: argparse.Namespace) -> tuple[Times, dict[str, int]]:
     """Time all systems in this process; return the times, and the steps that each took in a round."""
     clock = time.process_time if options.cpu_time else time.perf_counter
     shuffle = random.Random(0).shuffle
-    systems = ["plain", *(system for system in options.systems if system != "plain")]
+    base = options.against
+    systems = [base, *(system for system in options.systems if system != base)]
     made = {system: build(system, name, rows, options.device, options.compile) for system in systems}
     for step in made.values():
         step()  # the first step examines the model
@@ -202,32 +207,38 @@ def time_systems(name: str, rows: int, options: argparse.Namespace) -> tuple[Tim
     steps = dict.fromkeys(systems, options.steps)
     for system in systems:
         if system.startswith("opacus"):
-            steps[system] = max(1, min(options.steps, round(options.steps * seconds["plain"] / seconds[system])))
+            steps[system] = max(1, min(options.steps, round(options.steps * seconds[base] / seconds[system])))
         timed(made[system], min(options.warmup, steps[system]), options.device, clock)
-    rounds = options.rounds or (15 if options.steps * seconds["plain"] < _LONG else 5)
+    rounds = options.rounds or (15 if options.steps * seconds[base] < _LONG else 5)
     times: Times = {system: [] for system in systems}
     for _ in range(rounds):
         shuffle(systems)
         found = {system: timed(made[system], steps[system], options.device, clock) for system in systems}
         for system, value in found.items():
-            times[system].append((value, found["plain"]))
+            times[system].append((value, found[base]))
     return times, steps
 
 
 def time_apart(name: str, options: argparse.Namespace) -> tuple[list[Times], dict[str, int]]:
-    """Time each system in processes of its own, with plain SGD; return the times of each process."""
+    """Time each system in processes of its own, with what it is compared to; return the times of each process."""
     found: list[Times] = []
     steps: dict[str, int] = {}
     for number in range(options.processes):
-        for system in [each for each in options.systems if each != "plain"]:
+        for system in [each for each in options.systems if each != options.against]:
             command = [sys.executable, __file__, "--times-of", system, *sys.argv[1:], "--models", name]
-            out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+            out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(options))
             times, each = json.loads(out.stdout.strip().splitlines()[-1])
             found.append(times)
             steps.update(each)
             ratio = statistics.median(seconds / unit for seconds, unit in times[system])
             print(f"  {name} {system}, process {number + 1} of {options.processes}: {ratio:.3f}", file=sys.stderr)
     return found, steps
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables of a process that times a system."""
+    kept = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
+    return {**os.environ, **(kept if options.keep_memory else {})}
 
 
 def summary(system: str, processes: list[Times], steps: int) -> dict[str, Any]:
@@ -242,7 +253,7 @@ def summary(system: str, processes: list[Times], steps: int) -> dict[str, Any]:
         "rounds": len(ratios),
         "steps": steps,
     }
-    if len(apart) > 1 and system != "plain":
+    if len(apart) > 1 and ratios != [1.0] * len(ratios):
         found["processes"] = [round(statistics.median(some), 3) for some in apart]
     return found
 
@@ -291,11 +302,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="the process's CPU time: for a machine that is shared")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--against", default="plain", choices=list(SYSTEMS), help="what the others are compared to")
     parser.add_argument("--processes", type=int, help="each system alone with plain SGD, in so many processes")
+    parser.add_argument("--keep-memory", action="store_true", help="processes give no memory back to the kernel")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--times-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     options = parser.parse_args()
+    if options.keep_memory and not options.processes:
+        parser.error("--keep-memory is for the processes of --processes")
     if options.systems is None:
         options.systems = [
             name for name in SYSTEMS if options.device == "cuda" or not name.endswith(("graphs", "compiled"))
@@ -313,7 +328,7 @@ def main() -> None:
         memory_of(options)
         return
     if options.times_of:
-        options.systems = ["plain", options.times_of]
+        options.systems = [options.against, options.times_of]
         print(json.dumps(time_systems(options.models[0], rows_of(options.models[0], options), options)))
         return
     report: dict[str, Any] = {
@@ -322,6 +337,8 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "clock": "cpu" if options.cpu_time else "wall",
         "compile": options.compile,
+        "against": options.against,
+        "keep_memory": options.keep_memory,
         "models": {},
     }
     for name in options.models:
