@@ -100,11 +100,12 @@ class LotSum:
         if real < batch.rows:
             keep = torch.arange(batch.rows, device=finite.device) < real
         # The sums are formed as if all were finite. Whether they are is asked before: on a GPU, reading the answer then
-        # waits for the norms alone, and the sums are computed while Python goes on.
+        # waits for the norms alone, and the sums are computed while Python goes on. On a CPU the answer is there.
         squares, weights = self._weigh(batch, stacked)
         reading = _Reading(_numbers(stacked, finite, weights))
         factor = scale / divisor
-        sums = _sums(batch, weights, keep, factor)
+        final = reading.is_here and reading.values()[0] == real
+        sums = _sums(batch, weights, keep, factor, final=final)
         self._added = _Added(batch, real, factor, stacked, finite, squares, reading, sums)
 
     def _settle(self) -> None:
@@ -182,6 +183,11 @@ class _Reading:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing has to be waited for: they are a CPU's."""
+        return self._arrived is None
+
     def values(self) -> list[float]:
         """Wait for them, but for nothing that was asked of the device since."""
         if self._arrived is not None:
@@ -197,9 +203,11 @@ def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> 
     return torch.stack([finite, (least < 1) & finite, norms]).sum(1, dtype=torch.float64)
 
 
-def _sums(batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, factor: float) -> dict[str, Tensor]:
+def _sums(
+    batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, factor: float, *, final: bool = True
+) -> dict[str, Tensor]:
     """Return ``factor`` times the clipped sums of the examples in ``keep`` (``None``: of all)."""
-    return batch.weighted_sums(_map(weights, lambda values: values * factor), keep)
+    return batch.weighted_sums(_map(weights, lambda values: values * factor), keep, final=final)
 
 
 def _map(weights: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

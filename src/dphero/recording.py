@@ -311,12 +311,14 @@ class _ReplayedBatch(GradientBatch):
     def stacked_norms(self) -> Tensor:
         return self._norms
 
-    def weighted_sums(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> dict[str, Tensor]:
+    def weighted_sums(
+        self, weights: Mapping[str, Tensor], keep: Tensor | None, *, final: bool = False
+    ) -> dict[str, Tensor]:
         if keep is None:
             return self._made.sums(weights, self.rows)
         filled = torch.zeros(self._made.rows, dtype=torch.bool, device=keep.device)
         filled[: self.rows] = keep
-        return super().weighted_sums(weights, filled)
+        return super().weighted_sums(weights, filled)  # never the last: the pieces are the recording's
 
 
 def _peak(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -62,7 +63,8 @@ class Run:
         )
         self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._handed: dict[str, Tensor] = {}  # the private gradients, as they were put into .grad
+        # the private gradients, as they were put into .grad; they live no longer than the user keeps them there
+        self._handed: dict[str, weakref.ref[Tensor]] = {}
         self._waiting: set[Optimizer] = set()  # those that have not stepped since the latest release
         self._hooks: list[Any] = []
         for optimizer in optimizers:
@@ -100,7 +102,6 @@ class Run:
                 "this backward pass belongs to an earlier batch; call backward() before the next batch is drawn"
             )
         batch = self.lots.capture()
-        self._handed = {n: g for n, g in self._handed.items() if self.parameters[n].grad is g}  # free the others
         scale = batch.rows if self._loss_reduction == "mean" else 1
         self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
         if batch.last:
@@ -115,10 +116,17 @@ class Run:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:  # frozen since
                 parameter.grad = None
-            elif name in self._handed and parameter.grad is self._handed[name]:
-                self._handed[name].add_(gradients[name])
+            elif self._holds_private(name):
+                assert parameter.grad is not None
+                parameter.grad.add_(gradients[name])
             else:
-                parameter.grad = self._handed[name] = gradients[name]
+                parameter.grad = gradients[name]
+                self._handed[name] = weakref.ref(parameter.grad)
+
+    def _holds_private(self, name: str) -> bool:
+        """Tell whether a parameter's gradient is the one that was put there."""
+        gradient, handed = self.parameters[name].grad, self._handed.get(name)
+        return gradient is not None and handed is not None and handed() is gradient
 
     # -- what reaches the optimizer -------------------------------------------------------------------------
 
@@ -151,7 +159,7 @@ class Run:
                 f"the optimizer holds a gradient for a parameter of shape {tuple(parameter.shape)} that was not there, "
                 "or frozen, when the model was made private. detach() the engine, then make the model private anew."
             )
-        if parameter.grad is not self._handed.get(name):
+        if not self._holds_private(name):
             raise RuntimeError(
                 f"parameter {name!r} holds a gradient that is not the private one. Call zero_grad(); to change the "
                 "private gradient, change it in place."
@@ -186,7 +194,7 @@ class Run:
         """Return everything that the coming steps depend on."""
         if self.lots.in_parts:
             raise RuntimeError("a lot is under way; save after its last physical batch, when step() has been called")
-        waiting = {name: gradient for name, gradient in self._handed.items() if self.parameters[name].grad is gradient}
+        waiting = {name: self.parameters[name].grad for name in self._handed if self._holds_private(name)}
         return {
             "loss_reduction": self._loss_reduction,
             "module": self.module.state_dict(),
@@ -229,7 +237,8 @@ class Run:
         for name, parameter in self.parameters.items():
             parameter.grad = None
             if name in state["gradients"]:
-                parameter.grad = self._handed[name] = state["gradients"][name].to(parameter)
+                parameter.grad = state["gradients"][name].to(parameter)
+                self._handed[name] = weakref.ref(parameter.grad)
         self._waiting = {self.optimizers[number] for number in state["waiting"]}
 
     def _check(self, state: Mapping[str, Any]) -> None:

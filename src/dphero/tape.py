@@ -42,12 +42,18 @@ class GradientBatch:
         """Return the square norms of all parameters, in their order, of shape ``(parameters, n)``."""
         return torch.stack(list(self.square_norms.values()))
 
-    def weighted_sums(self, weights: Mapping[str, Tensor], keep: Tensor | None) -> dict[str, Tensor]:
-        """Return Σ_i weights_i g_i of each parameter, over the examples that ``keep`` names (``None``: over all)."""
-        return {
-            name: (piece if keep is None else piece.take(keep)).weighted_sum(weights[name])
-            for name, piece in self.pieces.items()
-        }
+    def weighted_sums(
+        self, weights: Mapping[str, Tensor], keep: Tensor | None, *, final: bool = False
+    ) -> dict[str, Tensor]:
+        """Return Σ_i weights_i g_i of each parameter, over the examples that ``keep`` names (``None``: over all).
+
+        If these sums are ``final``, each piece is gone as soon as it is summed, and its memory is free for the next.
+        """
+        found = {}
+        for name in list(self.pieces):
+            piece = self.pieces.pop(name) if final else self.pieces[name]
+            found[name] = (piece if keep is None else piece.take(keep)).weighted_sum(weights[name])
+        return found
 
 
 class Tape:
@@ -164,6 +170,7 @@ class Tape:
                 {name: piece for name, (piece, _) in ready.items()},
                 {name: norms for name, (_, norms) in ready.items()},
             )
+        ready.clear()  # the pieces are the batch's alone
         with _exactly():
             self._consume(batch)
 
