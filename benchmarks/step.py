@@ -18,7 +18,8 @@ next, page by page, and how much that is depends on what happens to lie where. W
 back (glibc only), and processes agree.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
-memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first; on a GPU it is
+memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first, the median of
+five processes; on a GPU it is
 the peak of what torch's allocator reserved over five steps, above what it had reserved before the first.
 """
 
@@ -46,6 +47,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 Step = Callable[[], None]
+
+_MEMORY_PROCESSES = 5
+"""Processes that measure the memory of one system on a CPU, where it varies."""
 
 _LONG = 1.0
 """Seconds of plain SGD's part of a round beyond which there are few rounds."""
@@ -262,8 +266,11 @@ def measure_memory(options: argparse.Namespace, system: str, name: str, rows: in
     """Return the peak memory in MiB of some steps of one system, above what was there before the first."""
     command = [sys.executable, __file__, "--memory-of", system, "--models", name, "--rows", str(rows)]
     command += ["--device", options.device, *(["--compile"] if options.compile else [])]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
-    return float(out.stdout.strip().splitlines()[-1])
+    found = []
+    for _ in range(1 if options.device == "cuda" else _MEMORY_PROCESSES):
+        out = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ)
+        found.append(float(out.stdout.strip().splitlines()[-1]))
+    return statistics.median(found)
 
 
 def memory_of(options: argparse.Namespace) -> None:

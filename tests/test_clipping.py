@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -227,6 +228,18 @@ def test_a_square_below_zero_by_rounding_destroys_nothing(kind: str) -> None:
     added = LotSum(rule(kind))
     added.add(rounded, 3, 1)
     assert math.isfinite(norm(added.sums)) and added.diagnostics.nonfinite == 0
+
+
+def test_pieces_are_gone_once_they_are_summed() -> None:
+    clean, poisoned = batch(gradients(3)), batch(gradients(3))
+    pieces = [weakref.ref(piece) for piece in clean.pieces.values()]
+    added = LotSum(rule("flat"))
+    added.add(clean, 3, 1)
+    assert all(piece() is None for piece in pieces)
+    poisoned.square_norms["two.weight"][1] = math.nan
+    added.add(poisoned, 3, 1)
+    assert len(poisoned.pieces) == len(SHAPES)  # they are summed anew, without that example
+    assert added.diagnostics.nonfinite == 1 and not poisoned.pieces
 
 
 def test_a_lot_of_nothing_but_poison_adds_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -292,6 +293,18 @@ def test_diagnostics_count_examples_clipped_and_nonfinite() -> None:
     assert 60 < seen.clipped <= 114
     assert 0.05 < seen.mean_norm < 10
     assert training(secure=True).engine.diagnostics.examples == 0
+
+
+def test_a_gradient_that_was_dropped_is_gone() -> None:
+    run = training()
+    run.steps(1)
+    parameter = next(iter(run.module.parameters()))
+    assert parameter.grad is not None
+    gradient = weakref.ref(parameter.grad)
+    assert gradient() is parameter.grad
+    run.optimizer.zero_grad()
+    assert gradient() is None
+    run.steps(1)
 
 
 # -- pausing and detaching --------------------------------------------------------------------------------
