@@ -15,12 +15,12 @@ median. `--against isotropic` puts dphero's isotropic noise in plain SGD's place
 
 Much of that luck is the kernel's: what C's allocator gives back at the end of a step it has to ask for again in the
 next, page by page, and how much that is depends on what happens to lie where. With `--keep-memory` it gives nothing
-back (glibc only), and processes agree.
+back (glibc only), and processes agree better.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first, the median of
-five processes; on a GPU it is
-the peak of what torch's allocator reserved over five steps, above what it had reserved before the first.
+five processes; on a GPU it is the peak of what torch's allocator reserved over five steps, above what it had reserved
+before the first.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     return {**os.environ, **(kept if options.keep_memory else {})}
 
 
-def summary(system: str, processes: list[Times], steps: int) -> dict[str, Any]:
+def summary(system: str, base: str, processes: list[Times], steps: int) -> dict[str, Any]:
     apart = [[seconds / unit for seconds, unit in times[system]] for times in processes if system in times]
     ratios = [ratio for some in apart for ratio in some]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -257,7 +257,7 @@ def summary(system: str, processes: list[Times], steps: int) -> dict[str, Any]:
         "rounds": len(ratios),
         "steps": steps,
     }
-    if len(apart) > 1 and ratios != [1.0] * len(ratios):
+    if len(apart) > 1 and system != base:
         found["processes"] = [round(statistics.median(some), 3) for some in apart]
     return found
 
@@ -310,7 +310,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--against", default="plain", choices=list(SYSTEMS), help="what the others are compared to")
-    parser.add_argument("--processes", type=int, help="each system alone with plain SGD, in so many processes")
+    parser.add_argument(
+        "--processes", type=int, help="each system alone with what it is compared to, in so many processes"
+    )
     parser.add_argument("--keep-memory", action="store_true", help="processes give no memory back to the kernel")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--times-of", help=argparse.SUPPRESS)
@@ -355,7 +357,7 @@ def main() -> None:
         else:
             times, steps = time_systems(name, rows, options)
             processes = [times]
-        found = {system: summary(system, processes, steps[system]) for system in steps}
+        found = {system: summary(system, options.against, processes, steps[system]) for system in steps}
         report["models"][name] = {"rows": rows, "systems": found}
         for system, values in found.items():
             print(f"{name:12s} {system:18s} " + "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)

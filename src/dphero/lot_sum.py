@@ -121,7 +121,7 @@ class LotSum:
             keep = torch.zeros(added.batch.rows, dtype=torch.bool, device=added.finite.device)
             keep[: added.real] = added.finite
             squares, weights = self._weigh(added.batch, added.stacked[:, added.finite])
-            sums = _sums(added.batch, weights, keep, added.factor)
+            sums = _sums(added.batch, weights, keep, added.factor, final=True)
         for name, part in sums.items():
             self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
         count = self._clipping.observe(squares)
@@ -177,7 +177,7 @@ class _Reading:
     """Numbers on their way from the device."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
         self._arrived: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._arrived = torch.cuda.Event()
@@ -204,7 +204,7 @@ def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> 
 
 
 def _sums(
-    batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, factor: float, *, final: bool = True
+    batch: GradientBatch, weights: Mapping[str, Tensor], keep: Tensor | None, factor: float, *, final: bool
 ) -> dict[str, Tensor]:
     """Return ``factor`` times the clipped sums of the examples in ``keep`` (``None``: of all)."""
     return batch.weighted_sums(_map(weights, lambda values: values * factor), keep, final=final)

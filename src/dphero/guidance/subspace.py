@@ -195,7 +195,7 @@ class Fetched:
         self._pieces = []
         for numbers in _grouped([(tensor.device, tensor.dtype) for tensor in tensors]):
             piece = torch.cat([tensors[number].flatten() for number in numbers])
-            self._pieces.append((numbers, piece.to(_CPU, non_blocking=True)))
+            self._pieces.append((numbers, piece.to(_CPU, non_blocking=piece.is_cuda)))
         self._events = []
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             with torch.cuda.device(device):
