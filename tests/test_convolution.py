@@ -153,3 +153,16 @@ def test_products_of_patches_come_from_products_of_positions(
     basis = torch.eye(weight[0].numel()).double().view(-1, 3, *kernel)
     patches = forward(x, basis, None, stride, padding, dilation).flatten(2)
     torch.testing.assert_close(found, patches.mT @ patches)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("turned", ["input", "output gradient", "both"])
+def test_a_sum_without_gradients_takes_tensors_in_any_order_in_memory(way: tuple[Any, ...], turned: str) -> None:
+    piece, true, (x, delta) = pair(way)
+    weights = torch.linspace(0, 1, 7, dtype=torch.float64)
+    if turned != "output gradient":
+        x = x.to(memory_format=torch.channels_last)
+    if turned != "input":
+        delta = delta.to(memory_format=torch.channels_last)
+    found = Convolution(x, delta, piece.arguments).weighted_sum(weights)
+    torch.testing.assert_close(found, torch.einsum("i,i...->...", weights, true))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dphero.precision import products_in
+from dphero.transfer import to_device
 
-__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times", "to_device"]
+__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times"]
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
@@ -343,11 +344,6 @@ def _thin(x: Tensor, basis: Tensor) -> Tensor:
 def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns rows from the CPU, stacked, on the device: one journey, and none is waited for."""
     return to_device(torch.stack(list(rows)), device)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Sends a tensor from the CPU and waits for nothing (from memory that is not pinned, it may)."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:

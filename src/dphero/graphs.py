@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dphero.geometry import Geometry
 from dphero.live import LiveGeometry
 from dphero.plan import Unforeseen
 from dphero.recording import Pass, Results, refusal
 from dphero.shared import NoSharedRule
+from dphero.surroundings import PLAIN, Surroundings
 from dphero.untouched import Untouched
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ __all__ = ["Graphs"]
 logger = logging.getLogger(__name__)
 
 _DEVICES = ("cuda",)
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-"""Types of arguments and attributes that are compared by value."""
 _MOST_RECORDINGS = 24
 """After so many recordings the model is not one whose passes repeat."""
 _STEP = 8
@@ -77,6 +75,7 @@ class Graphs:
                 )
         self._taps, self._compiled = taps, compiled
         self._pass: Pass | None = None
+        self._surroundings: Surroundings  # of that pass
         self._made = 0
         self._recent: deque[int] = deque(maxlen=_LATEST)
 
@@ -95,9 +94,9 @@ class Graphs:
         if self._made > _MOST_RECORDINGS or not self._suits(leaves, axes):
             return NotImplemented
         self._recent.append(rows)
-        known, geometry = self._pass, self._taps.geometry
-        key = (structure, _key(leaves, axes), self._state())
-        if known is not None and known.key == key and known.geometry.follow(geometry) and self._room_is_right(rows):
+        known = self._pass
+        key = (structure, _key(leaves, axes))
+        if known is not None and self._repeats(known, key) and self._room_is_right(rows):
             if rows > known.rows or 2 * rows <= known.rows > _STEP:
                 return NotImplemented  # a rare large lot, or the rest of one that came in parts
         else:
@@ -109,8 +108,12 @@ class Graphs:
                     _MOST_RECORDINGS,
                 )
                 return NotImplemented
-            known = self._pass = self._record(leaves, axes, structure, rows, key, geometry)
+            known = self._pass = self._record(leaves, axes, structure, rows, key)
         return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
+
+    def _repeats(self, known: Pass, key: tuple[Any, ...]) -> bool:
+        """Tell whether a recording does what the model would do now."""
+        return known.key == key and self._surroundings.still_hold() and known.geometry.follow(self._taps.geometry)
 
     def _room_is_right(self, rows: int) -> bool:
         """Tell whether the recording is large enough for most of the latest lots, and not much larger than all of them.
@@ -127,22 +130,11 @@ class Graphs:
         """Tell whether a call is one that recordings are made for; any other runs as usual."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return (
-            all(isinstance(leaf, Tensor) or type(leaf) in _PLAIN for leaf in leaves)
+            all(isinstance(leaf, Tensor) or type(leaf) in PLAIN for leaf in leaves)
             and all(leaf.device.type in _DEVICES and not leaf.requires_grad for leaf in tensors)
             and all(axis in (0, None) for axis in axes)
             and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
         )
-
-    def _state(self) -> tuple[Any, ...]:
-        """Return what a pass depends on besides its arguments: places of parameters, and plain attributes."""
-        found: list[Any] = [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
-        for child in self._taps.module.modules():
-            found += [value for value in vars(child).values() if type(value) in _PLAIN]
-            for table in (child._parameters, child._buffers):
-                found += [(t.data_ptr(), t.shape, t.requires_grad) for t in table.values() if t is not None]
-            if child is not self._taps.module and (child._forward_hooks or child._forward_pre_hooks):
-                found.append(object())  # equal to nothing: their code would not run
-        return tuple(found)
 
     @property
     def _tolerance(self) -> float:
@@ -156,20 +148,19 @@ class Graphs:
         structure: Any,
         rows: int,
         key: tuple[Any, ...],
-        geometry: Mapping[str, Geometry],
     ) -> Pass:
-        before = self._state()
-        if before != self._state():
+        self._surroundings = before = Surroundings(self._taps.module)
+        if before.has_hooks:
             raise ValueError(refusal("a submodule has forward hooks, whose code would not run"))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        live = LiveGeometry(geometry, device)
+        live = LiveGeometry(self._taps.geometry, device)
         made = Pass(self._taps, key, live, _rounded(rows), structure, leaves, axes, compiled=self._compiled)
         made.fill(leaves, rows)
         untouched = Untouched(self._taps.module)
         try:
             with untouched.run():
                 expected = made.as_usual()
-            if self._state() != before:
+            if not before.still_hold():
                 raise ValueError(refusal("its forward changes attributes of its modules"))
             with untouched.run():
                 made.record()

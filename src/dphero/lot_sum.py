@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dphero.clipping import Clipping
 from dphero.tape import GradientBatch
+from dphero.transfer import Fetched
 
 __all__ = ["Diagnostics", "LotSum"]
 
@@ -102,9 +103,9 @@ class LotSum:
         # The sums are formed as if all were finite. Whether they are is asked before: on a GPU, reading the answer then
         # waits for the norms alone, and the sums are computed while Python goes on. On a CPU the answer is there.
         squares, weights = self._weigh(batch, stacked)
-        reading = _Reading(_numbers(stacked, finite, weights))
+        reading = Fetched([_numbers(stacked, finite, weights)])
         factor = scale / divisor
-        final = reading.is_here and reading.values()[0] == real
+        final = reading.is_here and float(reading.arrived()[0][0]) == real
         sums = _sums(batch, weights, keep, factor, final=final)
         self._added = _Added(batch, real, factor, stacked, finite, squares, reading, sums)
 
@@ -134,9 +135,9 @@ class LotSum:
         squares = dict(zip(batch.square_norms, stacked.unbind(0), strict=True))
         return squares, self._clipping.weights(squares)
 
-    def _note(self, reading: _Reading, real: int) -> int:
+    def _note(self, reading: Fetched, real: int) -> int:
         """Bring the diagnostics up to date; return how many gradients are not finite."""
-        good, clipped, norm = reading.values()
+        good, clipped, norm = reading.arrived()[0].tolist()
         self._finite, self._norms = self._finite + good, self._norms + norm
         seen = self._diagnostics
         self._diagnostics = Diagnostics(
@@ -169,30 +170,8 @@ class _Added:
     stacked: Tensor
     finite: Tensor
     squares: dict[str, Tensor]
-    reading: _Reading
+    reading: Fetched
     sums: dict[str, Tensor]
-
-
-class _Reading:
-    """Numbers on their way from the device."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether nothing has to be waited for: they are a CPU's."""
-        return self._arrived is None
-
-    def values(self) -> list[float]:
-        """Wait for them, but for nothing that was asked of the device since."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
 
 
 def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
-from dphero.guidance.subspace import Fetched, Iterations, Ritz, Solved, sent
+from dphero.guidance.subspace import Iterations, Ritz, Solved
+from dphero.transfer import Fetched, sent
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="dphero-spectra")
 

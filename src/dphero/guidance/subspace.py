@@ -14,19 +14,18 @@ on a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dphero.factors import to_device
+from dphero.transfer import Fetched, grouped, sent
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
 _COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis; a later one starts from the last sweep
 _SEED = 2409_03344
 _MOST_GROWTH = 2.0  # mean square length of the rows of L^-1, for columns of length 1; orthonormal ones have 1
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,50 +183,4 @@ def first_basis(size: int, columns: int) -> Tensor:
 
 def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Returns the places of the tensors that can be stacked: those of one shape, dtype and device."""
-    return _grouped([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
-
-
-class Fetched:
-    """Tensors on their way to the CPU, all that come from one device in one piece."""
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._pieces = []
-        for numbers in _grouped([(tensor.device, tensor.dtype) for tensor in tensors]):
-            piece = torch.cat([tensors[number].flatten() for number in numbers])
-            self._pieces.append((numbers, piece.to(_CPU, non_blocking=piece.is_cuda)))
-        self._events = []
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            with torch.cuda.device(device):
-                self._events.append(torch.cuda.Event())
-                self._events[-1].record()
-
-    def arrived(self) -> list[Tensor]:
-        """Waits for what was asked of their devices before they left, not for what was asked since."""
-        for event in self._events:
-            event.synchronize()
-        return _apart(self._pieces, self._shapes)
-
-
-def sent(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Sends tensors from the CPU, each to its device, in one piece for each; nothing is waited for."""
-    pieces = []
-    for numbers in _grouped([(device, tensor.dtype) for tensor, device in zip(tensors, devices, strict=True)]):
-        piece = torch.cat([tensors[number].flatten() for number in numbers])
-        pieces.append((numbers, to_device(piece, devices[numbers[0]])))
-    return _apart(pieces, [tensor.shape for tensor in tensors])
-
-
-def _grouped(kinds: Sequence[Hashable]) -> list[list[int]]:
-    groups: dict[Hashable, list[int]] = {}
-    for number, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(number)
-    return list(groups.values())
-
-
-def _apart(pieces: Sequence[tuple[list[int], Tensor]], shapes: Sequence[torch.Size]) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    for numbers, piece in pieces:
-        parts = piece.split([shapes[number].numel() for number in numbers])
-        found.update((number, part.view(shapes[number])) for number, part in zip(numbers, parts, strict=True))
-    return [found[number] for number in range(len(shapes))]
+    return grouped([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])

@@ -266,7 +266,9 @@ class Convolution(Piece):
 
     def _native_sum(self, weights: Tensor) -> Tensor:
         arguments = self.arguments
-        delta = self.delta * weights.to(self.delta.dtype).view(-1, *[1] * (self.delta.dim() - 1))
+        weights = weights.to(self.delta.dtype).view(-1, *[1] * (self.delta.dim() - 1))
+        # with its axes in the input's order in memory: else torch would copy it into that
+        delta = torch.mul(self.delta, weights, out=_empty(self.delta, in_order_of=self.x))
         _, gradient, _ = torch.ops.aten.convolution_backward(
             delta,
             self.x,
@@ -332,6 +334,13 @@ def _slab_norms(slabs: Tensor, examples: int, whitening: Factor | None) -> Tenso
         slabs = whitening.whiten(slabs.reshape(-1, rows))
     # along contiguous memory only, which is twice as fast
     return torch.linalg.vector_norm(slabs.view(offsets, examples, -1), dim=2)
+
+
+def _empty(like: Tensor, *, in_order_of: Tensor) -> Tensor:
+    """Return room for a tensor, channels last in memory if those of another one are."""
+    last = in_order_of.dim() == 4 and in_order_of.is_contiguous(memory_format=torch.channels_last)
+    kind = torch.channels_last if last and not in_order_of.is_contiguous() else torch.contiguous_format
+    return torch.empty_like(like, memory_format=kind)
 
 
 def _buffer(x: Tensor) -> int:

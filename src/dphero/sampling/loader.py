@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.samplers import Sampler, generator_of
+from dphero.transfer import to_device
 
 __all__ = ["PrivateLoader"]
 
@@ -99,7 +100,7 @@ class PrivateLoader:
         if isinstance(dataset, TensorDataset) and self._collate is default_collate and not workers:
             tensors = dataset.tensors
             for chunk in chunks:
-                index = torch.from_numpy(chunk).to(tensors[0].device)
+                index = to_device(torch.from_numpy(chunk), tensors[0].device)
                 yield [tensor[index] if len(chunk) else _blank(tensor[:1]) for tensor in tensors]
             return
         options: dict[str, Any] = {}
