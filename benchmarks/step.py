@@ -3,7 +3,8 @@
     python benchmarks/step.py --processes 5 --json benchmarks/results/step-cpu.json
     python benchmarks/step.py --device cuda --models wrn-16-4 transformer --compile --json ...
 
-Every system takes the same kind of step: draw a batch of a fixed size by index, forward, backward, step. In each round
+Every system takes the same kind of step: draw a batch of a fixed size by index, forward, backward, step. (Those called
+`poisson` draw lots of varying size, of which plain SGD's is the mean, as private training does.) In each round
 every system, in random order, takes 10 steps, so that each round has one renewal of the guidance. A ratio is (system /
 plain SGD) of one round; reported are its median and its quartiles over the rounds. Opacus, which has nothing to renew,
 takes as many steps as fit in the time of plain SGD's, at least one, so that it does not stretch the run.
@@ -86,7 +87,7 @@ def plain_with_noise(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled
     return step
 
 
-def dphero(guidance: str, graphs: bool | str = False) -> Callable[..., Step]:
+def dphero(guidance: str, graphs: bool | str = False, sampling: str = "shuffle") -> Callable[..., Step]:
     def make(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
         from dphero import PrivacyEngine
 
@@ -101,7 +102,8 @@ def dphero(guidance: str, graphs: bool | str = False) -> Callable[..., Step]:
             guidance=guidance,
             cuda_graphs=graphs,
             expected_batch_size=rows,
-            sampling="shuffle",  # lots of one fixed size, to compare with plain SGD at that size
+            dataset_size="public",
+            sampling=sampling,
         )
         run = torch.compile(model) if compiled else model
 
@@ -167,6 +169,9 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "pca-graphs": dphero("pca", graphs=True),
     "isotropic-compiled": dphero("isotropic", graphs="compiled"),
     "pca-compiled": dphero("pca", graphs="compiled"),
+    "pca-poisson": dphero("pca", sampling="poisson"),
+    "pca-graphs-poisson": dphero("pca", graphs=True, sampling="poisson"),
+    "pca-compiled-poisson": dphero("pca", graphs="compiled", sampling="poisson"),
     "opacus-ghost": opacus("ghost"),
     "opacus-hooks": opacus("hooks"),
 }
@@ -322,7 +327,7 @@ def parse() -> argparse.Namespace:
         parser.error("--keep-memory is for the processes of --processes")
     if options.systems is None:
         options.systems = [
-            name for name in SYSTEMS if options.device == "cuda" or not name.endswith(("graphs", "compiled"))
+            name for name in SYSTEMS if options.device == "cuda" or not ("graphs" in name or "compiled" in name)
         ]
     return options
 

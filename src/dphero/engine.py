@@ -218,6 +218,7 @@ class PrivacyEngine:
             ),
             lots=lots,
             sampler=sampler,
+            usual_rows=min(sampler.usual_size, physical_batch_size or sampler.usual_size),
             loss_reduction=loss_reduction,
             cuda_graphs=cuda_graphs,
         )

@@ -21,7 +21,6 @@ Nothing here knows of clipping or noise.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +45,7 @@ _DEVICES = ("cuda",)
 _MOST_RECORDINGS = 24
 """After so many recordings the model is not one whose passes repeat."""
 _STEP = 8
-"""Lots are filled up to a multiple of this."""
-_LATEST = 20
-"""How many lots are looked at to find the right size of a recording."""
+"""Recordings have a multiple of so many rows."""
 _TOLERANCE = 1e-2
 """Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
 _COMPILED_TOLERANCE = 0.15
@@ -60,13 +57,14 @@ class Graphs:
 
     Args:
         taps: The taps of the model.
+        rows: How many rows to make room for; the few batches that are larger run as usual.
         compiled: Record what torch's compiler makes of the passes (:mod:`dphero.compiling`).
 
     Raises:
         ValueError: If the model is not on a GPU.
     """
 
-    def __init__(self, taps: Taps, *, compiled: bool = False) -> None:
+    def __init__(self, taps: Taps, rows: int, *, compiled: bool = False) -> None:
         for name, parameter in taps.module.named_parameters():
             if parameter.device.type not in _DEVICES:
                 raise ValueError(
@@ -74,10 +72,10 @@ class Graphs:
                     "move the model there before make_private, or leave cuda_graphs out"
                 )
         self._taps, self._compiled = taps, compiled
+        self._rows = -(-rows // _STEP) * _STEP
         self._pass: Pass | None = None
         self._surroundings: Surroundings  # of that pass
         self._made = 0
-        self._recent: deque[int] = deque(maxlen=_LATEST)
 
     def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
         """Run one forward pass from a recording; return ``NotImplemented`` where it must run as usual.
@@ -93,13 +91,10 @@ class Graphs:
         """
         if self._made > _MOST_RECORDINGS or not self._suits(leaves, axes):
             return NotImplemented
-        self._recent.append(rows)
-        known = self._pass
-        key = (structure, _key(leaves, axes))
-        if known is not None and self._repeats(known, key) and self._room_is_right(rows):
-            if rows > known.rows or 2 * rows <= known.rows > _STEP:
-                return NotImplemented  # a rare large lot, or the rest of one that came in parts
-        else:
+        if rows > self._rows or 2 * rows <= self._rows > _STEP:
+            return NotImplemented  # a rare large lot, or the rest of one that came in parts
+        known, key = self._pass, (structure, _key(leaves, axes))
+        if known is None or not self._repeats(known, key):
             self._pass = known = None  # its memory is needed
             self._made += 1
             if self._made > _MOST_RECORDINGS:
@@ -114,17 +109,6 @@ class Graphs:
     def _repeats(self, known: Pass, key: tuple[Any, ...]) -> bool:
         """Tell whether a recording does what the model would do now."""
         return known.key == key and self._surroundings.still_hold() and known.geometry.follow(self._taps.geometry)
-
-    def _room_is_right(self, rows: int) -> bool:
-        """Tell whether the recording is large enough for most of the latest lots, and not much larger than all of them.
-
-        What is filled up costs time; a lot that is too large runs as usual, with the same results.
-        """
-        assert self._pass is not None
-        room, recent = self._pass.rows, sorted(self._recent)
-        if rows > room:
-            return recent[(4 * len(recent) - 1) // 5] <= room  # four lots in five
-        return len(recent) < _LATEST or 5 * _rounded(recent[-1]) >= 4 * room
 
     def _suits(self, leaves: Sequence[Any], axes: Sequence[int | None]) -> bool:
         """Tell whether a call is one that recordings are made for; any other runs as usual."""
@@ -154,7 +138,7 @@ class Graphs:
             raise ValueError(refusal("a submodule has forward hooks, whose code would not run"))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         live = LiveGeometry(self._taps.geometry, device)
-        made = Pass(self._taps, key, live, _rounded(rows), structure, leaves, axes, compiled=self._compiled)
+        made = Pass(self._taps, key, live, self._rows, structure, leaves, axes, compiled=self._compiled)
         made.fill(leaves, rows)
         untouched = Untouched(self._taps.module)
         try:
@@ -197,10 +181,6 @@ def _require_bounded(made: Pass) -> None:
     for norms, added in made.shares():
         if bool((added - norms.double() > _TOLERANCE * largest).any()):
             raise ValueError(refusal("replayed, an example adds more to the sums than its norms say"))
-
-
-def _rounded(rows: int) -> int:
-    return -(-rows // _STEP) * _STEP
 
 
 def _key(leaves: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ class Run:
         mechanism: Mechanism,
         lots: Lots,
         sampler: Sampler,
+        usual_rows: int,
         loss_reduction: Literal["mean", "sum"],
         cuda_graphs: bool | Literal["compiled"] = False,
     ) -> None:
@@ -60,6 +61,7 @@ class Run:
             rows=self._rows,
             consume=self._consume,
             cuda_graphs=cuda_graphs,
+            usual_rows=usual_rows,
         )
         self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self._names = {id(parameter): name for name, parameter in parameters.items()}

@@ -49,6 +49,7 @@ class Taps:
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
         cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`), ``"compiled"``: after compiling them.
+        usual_rows: How many rows a physical batch rarely exceeds: those of a recording.
 
     Attributes:
         plan: What was learned about where each call carries the examples.
@@ -67,6 +68,7 @@ class Taps:
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
         cuda_graphs: bool | Literal["compiled"] = False,
+        usual_rows: int = 0,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume = geometry, rows, consume
@@ -76,7 +78,7 @@ class Taps:
         self._notes: Notes | None = None
         self.stack: list[Site] = []
         self._shared: dict[int, Shared] = {}
-        self._graphs = Graphs(self, compiled=cuda_graphs == "compiled") if cuda_graphs else None
+        self._graphs = Graphs(self, usual_rows, compiled=cuda_graphs == "compiled") if cuda_graphs else None
         self.sites = find_sites(module, parameters)
         self._names = {
             id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -16,6 +17,10 @@ class Sampler(Protocol):
 
     lots_per_epoch: int
     key: int | None
+
+    @property
+    def usual_size(self) -> int:
+        """How many members a lot rarely exceeds. Private: it is for making room."""
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot."""
@@ -48,6 +53,12 @@ class PoissonSampler:
         self.key: int | None = key
         self.lots_per_epoch = max(1, round(1 / sample_rate))
 
+    @property
+    def usual_size(self) -> int:
+        """Two standard deviations above the mean; one lot in forty is larger."""
+        mean = self.size * self.sample_rate
+        return min(self.size, math.ceil(mean + 2 * math.sqrt(mean * (1 - self.sample_rate))))
+
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot, in O(lot)."""
         random = generator_of(self.key, lot)
@@ -79,6 +90,11 @@ class ShuffleSampler:
         self.key: int | None = secrets.randbits(128) if key is None else key
         self.lots_per_epoch = -(-size // lot_size)
         self._epoch: tuple[int, np.ndarray] | None = None
+
+    @property
+    def usual_size(self) -> int:
+        """The size of all lots but the last of an epoch."""
+        return min(self.size, self.lot_size)
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot."""
