@@ -363,11 +363,20 @@ def test_what_cannot_be_recorded_is_refused(recordings: list[int], make: Any, re
     assert engine.steps == 0
 
 
-def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("forgotten", ["outputs", "norms", "sums"])
+def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     class Forgetful(recording.Pool):
         def record(self, work: Callable[[], Any]) -> Any:
             replay, result = super().record(work)
-            return (result.zero_ if isinstance(result, Tensor) else replay), result
+            if ["outputs", "norms", "sums"][len(recordings) - 1] != forgotten:
+                return replay, result
+            tensors = result if isinstance(result, list) else result[:1]  # norms come with names and pieces
+
+            def wrong() -> None:
+                replay()
+                tensors[-1].zero_()
+
+            return wrong, result
 
     monkeypatch.setattr(recording, "Pool", Forgetful)
     model = convolutional()

@@ -65,7 +65,7 @@ class Results:
 
     outs: list[Any]
     norms: Tensor
-    sums: Tensor
+    sums: list[Tensor]
 
 
 class Pass:
@@ -165,9 +165,13 @@ class Pass:
             self._weights[0].zero_()
             self._weights[0][row] = 1.0
             self._replay_sums()
-            added = self._apart(self._sums)
-            whitened = [self.geometry.live[name].whiten(added[name][None]) for name in self.found.square_norms]
-            yield self.norms[:, row], torch.stack([part.double().square().sum() for part in whitened])
+            added = dict(zip(self.found.pieces, self._sums, strict=True))
+            geometry = self.geometry.live
+            squares = []
+            for name in self.found.square_norms:
+                whitened = geometry[name].whiten(added[name].view(1, *geometry[name].shape))
+                squares.append(whitened.double().square().sum())
+            yield self.norms[:, row], torch.stack(squares)
 
     def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
         """Return both passes as functions."""
@@ -224,10 +228,11 @@ class Pass:
             torch.zeros(self.rows, device=kind.device, dtype=self._norm_type) for _ in set(groups.values())
         ]
 
-    def _sum(self, pieces: Mapping[str, Piece]) -> Tensor:
+    def _sum(self, pieces: Mapping[str, Piece]) -> list[Tensor]:
+        """Return the weighted sum of each parameter, as one row of numbers."""
         with torch.no_grad():
-            parts = [piece.weighted_sum(self._weights[self._groups[name]]) for name, piece in pieces.items()]
-            return torch.cat([part.reshape(-1) for part in parts])
+            sums = [piece.weighted_sum(self._weights[self._groups[name]]) for name, piece in pieces.items()]
+            return [each.reshape(-1) for each in sums]
 
     def _record_sums(self) -> None:
         self._replay_sums, self._sums = self._pool.record(lambda: self._sum(self.found.pieces))
@@ -277,13 +282,10 @@ class Pass:
             place[:rows].copy_(values)
             place[rows:].zero_()
         self._replay_sums()
-        return self._apart(self._sums.clone())
-
-    def _apart(self, sums: Tensor) -> dict[str, Tensor]:
-        """Return the sum of each parameter, out of all of them."""
-        shapes = {name: piece.shape for name, piece in self.found.pieces.items()}
-        parts = sums.split([shape.numel() for shape in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        parts = torch.cat(self._sums).split([len(each) for each in self._sums])  # all copied at once
+        return {
+            name: part.view(piece.shape) for (name, piece), part in zip(self.found.pieces.items(), parts, strict=True)
+        }
 
 
 class _Replay(torch.autograd.Function):
