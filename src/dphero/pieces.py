@@ -141,10 +141,14 @@ class Outer(Piece):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._kept is not None:
             return Explicit(self._kept).weighted_sum(weights)
-        left = (self.left * weights.to(self.left.dtype)[:, None, None]).flatten(0, 1)
-        if self.has_bias:  # while it is at hand
-            self._left_total = (weights, left.sum(0))
-        return (left.T @ self.right.flatten(0, 1)).reshape(self.shape)
+        left, right, spread = self.left, self.right, weights.to(self.left.dtype)[:, None, None]
+        if 2 * right.shape[-1] <= left.shape[-1]:  # a copy is made of the smaller one
+            right = right * spread
+        else:
+            left = left * spread
+            if self.has_bias:  # while it is at hand
+                self._left_total = (weights, left.flatten(0, 1).sum(0))
+        return (left.flatten(0, 1).T @ right.flatten(0, 1)).reshape(self.shape)
 
     def weighted_left_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_it weights_i left_it: the sum for the layer's bias."""

@@ -132,7 +132,9 @@ class Pass:
         self._group(dict.fromkeys(found[0].pieces, 0))
         self._weights[0].copy_(_pattern(self._weights[0]))
         outs = [out.detach().clone() if isinstance(out, Tensor) else out for out in outs]
-        return Results(outs, norms, self._sum(found[0].pieces))
+        sums = self._sum(found[0].pieces)
+        # in one piece: what lies about singly would keep the memory of the whole pass from being given back
+        return Results(outs, norms, [*torch.cat(sums).split([len(each) for each in sums])])
 
     def record(self) -> None:
         """Record the pass."""
