@@ -34,13 +34,14 @@ numbers = st.floats(1e-6, 1e6)
     seed=st.none() | st.integers(0, 2**60),
     size=st.sampled_from([None, "public", 1437]),
     secure=st.booleans(),
+    cuda_graphs=st.none() | st.booleans(),
     options=st.dictionaries(
         st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
         numbers | st.integers(-5, 5) | st.booleans() | st.text("aü\"\\'#", max_size=5) | st.lists(numbers, max_size=3),
         max_size=3,
     ),
 )
-def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secure, options):
+def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secure, cuda_graphs, options):
     recipe = Recipe(
         data="a/ü b.npz",
         model='m"x',
@@ -50,6 +51,7 @@ def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secu
         seed=seed,
         dataset_size=size,
         secure=secure,
+        cuda_graphs=cuda_graphs,
         options=options,
     )
     path = tmp_path_factory.mktemp("recipe") / "recipe.toml"
@@ -70,6 +72,7 @@ def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secu
         ({"momentum": 1.0}, "momentum"),
         ({"optimizer": "sdg"}, "optimizer"),
         ({"secure": "yes"}, "secure must be true or false"),
+        ({"cuda_graphs": 1}, "cuda_graphs must be true or false"),
         ({"dataset_size": 0}, "dataset_size"),
         ({"dataset_size": "secret"}, "dataset_size"),
         ({"epsilons": 3}, "did you mean 'epsilon'"),

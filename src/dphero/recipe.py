@@ -51,6 +51,7 @@ class Recipe:
             randomness.
         secure: Draw noise and lots from a cryptographic generator.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
+        cuda_graphs: Record the network's passes on the GPU once and replay them; ``None``: if it is a built-in network.
         options: Settings of the method alone, by name.
     """
 
@@ -76,6 +77,7 @@ class Recipe:
     seed: int | None = None
     secure: bool = False
     device: str = "auto"
+    cuda_graphs: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,7 +178,7 @@ def _typed(name: str, value: Any) -> Any:
     kinds: dict[str, tuple[type, str]] = {
         **dict.fromkeys(_WHOLE, (int, "a whole number")),
         **dict.fromkeys(_TEXTS, (str, "text")),
-        "secure": (bool, "true or false"),
+        **dict.fromkeys(("secure", "cuda_graphs"), (bool, "true or false")),
         "options": (Mapping, "a table"),
     }
     kind, words = kinds[name]

@@ -55,6 +55,13 @@ def train(
     ] = None,
     secure: Annotated[bool, typer.Option("--secure", help="Noise from a cryptographic generator.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            help="Record each pass on the GPU once and replay it. Built-in networks do, unless told not to.",
+        ),
+    ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method; may be repeated.")
     ] = None,
@@ -88,6 +95,7 @@ def train(
         "seed": seed,
         "secure": secure or None,
         "device": device,
+        "cuda_graphs": cuda_graphs,
         "options": _options(options),
     }
     given = {name: value for name, value in settings.items() if value not in (None, {})}

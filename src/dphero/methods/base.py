@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.accounting import Ledger, Price, Statement, price, statement
+from dphero.models import NAMES
 from dphero.recipe import Recipe
 
 __all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "make", "register"]
@@ -81,6 +82,12 @@ class Task:
     def device(self) -> torch.device:
         """Where everything is."""
         return self.train.tensors[0].device
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether to record the network's passes and replay them; not unasked what Python of the user's own does."""
+        wanted = self.recipe.cuda_graphs
+        return self.device.type == "cuda" and self.recipe.model in NAMES if wanted is None else wanted
 
     @property
     def records(self) -> int:

@@ -77,6 +77,7 @@ class PrivateTrainer(Trainer):
             "physical_batch_size": recipe.physical_batch,
             "seed": recipe.seed if seed is None else seed,
             "secure": recipe.secure,
+            "cuda_graphs": task.cuda_graphs,
             **(options or {}),
             **chosen,
         }
