@@ -35,9 +35,8 @@ class Surroundings:
         if self._settings() != self._known_settings:
             return False
         # Mostly the very same objects are still there, which is soon seen.
-        objects = list(chain.from_iterable(map(dict.values, self._tables)))
-        same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
-        if same and [len(table) for table in self._tables] == self._sizes:
+        objects = chain.from_iterable(map(dict.values, self._tables))
+        if list(map(len, self._tables)) == self._sizes and all(map(is_, objects, self._objects)):
             return self._places() == self._known_places
         if self._now() != self._values:
             return False
@@ -53,7 +52,7 @@ class Surroundings:
         """Remember which objects make up the present state."""
         children = list(self._module.modules())
         self._tables: list[dict[Any, Any]] = [table for child in children for table in _tables(child)]
-        self._sizes = [len(table) for table in self._tables]
+        self._sizes = list(map(len, self._tables))
         self._objects = list(chain.from_iterable(map(dict.values, self._tables)))
         self._tensors = [value for value in self._objects if isinstance(value, Tensor)]
         self._known_places, self._known_settings = self._places(), self._settings()
