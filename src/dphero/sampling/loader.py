@@ -100,8 +100,11 @@ class PrivateLoader:
         if isinstance(dataset, TensorDataset) and self._collate is default_collate and not workers:
             tensors = dataset.tensors
             for chunk in chunks:
+                if not len(chunk):
+                    yield [_blank(tensor[:1]) for tensor in tensors]
+                    continue
                 index = to_device(torch.from_numpy(chunk), tensors[0].device)
-                yield [tensor[index] if len(chunk) else _blank(tensor[:1]) for tensor in tensors]
+                yield [tensor[index] for tensor in tensors]
             return
         options: dict[str, Any] = {}
         if isinstance(source, DataLoader):
