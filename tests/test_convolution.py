@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dphero import room as room_module
 from dphero.factors import Dense
 from dphero.geometry import Geometry, identity
 from dphero.layers import convolution as module
-from dphero.layers import room as room_module
 from dphero.layers.convolution import Convolution, convolution_arguments
-from dphero.layers.room import Room
+from dphero.room import Room
 from tests.trainer import training
 
 # stride, padding, dilation, groups: with and without slabs, padded and not

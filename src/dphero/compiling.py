@@ -24,8 +24,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from dphero.factors import Factor
-from dphero.layers.room import Room
 from dphero.precision import Explicitly
+from dphero.room import Recycled, Room
 
 __all__ = ["Compiled", "taken_apart"]
 
@@ -175,7 +175,7 @@ class _Pickler(pickle.Pickler):
         self._names: dict[int, tuple[bool, int]] = {}
 
     def persistent_id(self, value: Any) -> tuple[bool, int] | None:
-        if not isinstance(value, Tensor | Factor | Room):
+        if not isinstance(value, Tensor | Factor | Recycled | Room):
             return None
         if id(value) not in self._names:
             known: list[Any] = self.tensors if isinstance(value, Tensor) else self.others

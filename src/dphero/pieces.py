@@ -26,6 +26,7 @@ from torch import Tensor
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.precision import products_in
+from dphero.room import Recycled
 
 __all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "by_example", "combine", "gram_rounding", "rounding"]
 
@@ -89,12 +90,16 @@ class Outer(Piece):
         left: Shape ``(n, T, k)`` or ``(n, k)``; the output gradient of a linear layer.
         right: Shape ``(n, T, m)`` or ``(n, m)``; its input.
         shape: The parameter's own shape, ``(k, m)`` unless given.
+        room: Where to put the sum.
     """
 
-    def __init__(self, left: Tensor, right: Tensor, shape: torch.Size | None = None) -> None:
+    def __init__(
+        self, left: Tensor, right: Tensor, shape: torch.Size | None = None, room: Recycled | None = None
+    ) -> None:
         self.left = left if left.dim() == 3 else left.unsqueeze(1)
         self.right = right if right.dim() == 3 else right.unsqueeze(1)
         self.shape = shape or torch.Size((left.shape[-1], right.shape[-1]))
+        self._room = room
         self._kept: Tensor | None = None
         self._left_squares: tuple[Factor | None, Tensor] | None = None
         self._left_total: tuple[Tensor, Tensor] | None = None
@@ -148,7 +153,9 @@ class Outer(Piece):
             left = left * spread
             if self.has_bias:  # while it is at hand
                 self._left_total = (weights, left.flatten(0, 1).sum(0))
-        return (left.flatten(0, 1).T @ right.flatten(0, 1)).reshape(self.shape)
+        left, right = left.flatten(0, 1).T, right.flatten(0, 1)
+        room = None if self._room is None else self._room.lend(left, left.shape[0], right.shape[1])
+        return torch.mm(left, right, out=room).reshape(self.shape)
 
     def weighted_left_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_it weights_i left_it: the sum for the layer's bias."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
-from dphero.layers.room import Room
 from dphero.pieces import Explicit, Piece, gram_rounding, rounding
 from dphero.precision import products_in
+from dphero.room import Room
 
 if TYPE_CHECKING:
     from dphero.taps import Call

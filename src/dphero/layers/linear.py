@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dphero.layers.registry import register
 from dphero.pieces import Bias, Outer, Piece
+from dphero.room import Recycled
 
 if TYPE_CHECKING:
     from dphero.taps import Call
@@ -19,14 +20,16 @@ __all__ = ["linear", "linear_pieces"]
 @register(nn.Linear)
 def linear(call: Call, x: Tensor) -> Tensor:
     """Tap a linear layer with any number of positions."""
+    room = call.site.memory.setdefault("sum", Recycled()) if x.is_cpu else None
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
-        return linear_pieces(delta, x, bias=call.wants("bias"))
+        return linear_pieces(delta, x, bias=call.wants("bias"), room=room)
 
     return call.tap(lambda: F.linear(x, call["weight"], call.get("bias")), make, x)
 
 
-def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool) -> dict[str, Piece]:
+def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, room: Recycled | None = None) -> dict[str, Piece]:
     """Return the pieces of a linear layer from its output gradient and input, features last."""
-    outer = Outer(delta.reshape(len(delta), -1, delta.shape[-1]), x.reshape(len(x), -1, x.shape[-1]))
+    left, right = delta.reshape(len(delta), -1, delta.shape[-1]), x.reshape(len(x), -1, x.shape[-1])
+    outer = Outer(left, right, room=room)
     return {"weight": outer, "bias": Bias(outer)} if bias else {"weight": outer}

@@ -85,7 +85,10 @@ class Task:
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether to record the network's passes and replay them; not unasked what Python of the user's own does."""
+        """Whether to record the network's passes and replay them.
+
+        Unasked, this is done for built-in networks on a GPU: a user's own may do more in Python than compute.
+        """
         wanted = self.recipe.cuda_graphs
         return self.device.type == "cuda" and self.recipe.model in NAMES if wanted is None else wanted
 

@@ -23,9 +23,9 @@ from dphero.factors import Scalar
 from dphero.geometry import Geometry, identity
 from dphero.layers import register
 from dphero.layers.convolution import Convolution, convolution_arguments
-from dphero.layers.room import Room
 from dphero.pieces import Explicit, Piece
 from dphero.precision import products_in
+from dphero.room import Room
 from dphero.sites import Call
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
