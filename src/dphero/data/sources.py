@@ -138,15 +138,25 @@ def _command(wanted: Package, program: str, folder: Path) -> list[str]:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Unpack with tarfile's data filter: no links, no devices, nothing outside ``folder``."""
-    if file.suffix == ".tgz":
-        with tarfile.open(file) as archive:
-            archive.extractall(folder, filter="data")
-        return
-    inner = file.with_suffix(".tar")
-    _run(["dpkg-deb", "--fsys-tarfile", str(file)], file.parent, inner)
+    """Unpack plain files: no links, no devices, nothing outside ``folder``.
+
+    By hand, since tarfile's own filters came with Python 3.11.4, and Debian 12 has 3.11.2.
+    """
+    inner = file
+    if file.suffix == ".deb":
+        inner = file.with_suffix(".tar")
+        _run(["dpkg-deb", "--fsys-tarfile", str(file)], file.parent, inner)
     with tarfile.open(inner) as archive:
-        archive.extractall(folder, filter="data")
+        for member in archive:
+            content = archive.extractfile(member) if member.isfile() else None
+            if content is None:
+                continue
+            path = (folder / member.name).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise SourceFailed(f"{file.name} would write {member.name} outside the destination")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with content, path.open("wb") as out:
+                shutil.copyfileobj(content, out)
 
 
 def _run(command: list[str], folder: Path, output: Path | None = None) -> None:
