@@ -56,6 +56,13 @@ def test_memory_that_somebody_has_is_left_to_him(way: str) -> None:
     assert room.lend(like, 5, 7).data_ptr() not in (place, other.data_ptr())  # the other is still there
 
 
+def test_memory_that_another_process_may_see_is_not_used_again() -> None:
+    """A gradient that was sent to a process of the user's: the next sum, before its noise, would show there."""
+    room, like = Recycled(), torch.zeros(1)
+    place = room.lend(like, 5, 7).share_memory_().data_ptr()
+    assert room.lend(like, 5, 7).data_ptr() != place
+
+
 def test_small_memory_is_left_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room_module, "_SOME", 1 << 20)
     room = Recycled()

@@ -46,7 +46,7 @@ _MOST_RECORDINGS = 24
 """After so many recordings the model is not one whose passes repeat."""
 _STEP = 8
 """Recordings have a multiple of so many rows."""
-_LEAST = 4
+_LEAST = 1 / 4
 """Batches up to this part of a recording run as usual: to fill them up would take longer than it saves."""
 _TOLERANCE = 1e-2
 """Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
@@ -93,7 +93,7 @@ class Graphs:
         """
         if self._made > _MOST_RECORDINGS or not self._suits(leaves, axes):
             return NotImplemented
-        if not self._rows / _LEAST < rows <= self._rows:
+        if not _LEAST * self._rows < rows <= self._rows:
             return NotImplemented  # a rare large lot, or the small rest of one that came in parts
         known, key = self._pass, (structure, _key(leaves, axes))
         if known is None or not self._repeats(known, key):

@@ -78,6 +78,7 @@ class Recycled:
         return like.new_empty(0).set_(self._memory, 0, (rows, columns), (columns, 1))
 
     def _is_seen(self) -> bool:
-        """Tell whether a tensor lies in the memory, or somebody else has it."""
+        """Tell whether a tensor lies in the memory, or somebody else has it: another process, once it was shared."""
         assert self._memory is not None
-        return torch._C._storage_Use_Count(self._memory._cdata) > 1 or sys.getrefcount(self._memory) > _OURS
+        used = torch._C._storage_Use_Count(self._memory._cdata) > 1 or sys.getrefcount(self._memory) > _OURS
+        return used or self._memory.is_shared()
