@@ -21,7 +21,8 @@ __all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "time
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
-_LARGE = 1 << 17  # numbers, from which on it pays to share a product with few columns by hand
+_LARGE = 1 << 17  # numbers, from which on it pays to cut a product with few columns by hand,
+_SHARE = 64  # into products of so many rows
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
 
 
@@ -334,11 +335,11 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
 
 
 def _thin(x: Tensor, basis: Tensor) -> Tensor:
-    """Returns x @ basis for a basis of few columns: on a CPU, threads share a large one better as one product each."""
-    parts = torch.get_num_threads() if x.is_cpu and x.numel() > _LARGE and x.dim() == 2 and x.is_contiguous() else 1
-    if parts == 1 or len(x) % parts:
+    """Returns x @ basis for a basis of few columns: a CPU's threads share a large product better in parts."""
+    if not (x.is_cpu and x.numel() > _LARGE and x.dim() == 2 and x.is_contiguous()) or len(x) % _SHARE:
         return x @ basis
-    return torch.bmm(x.view(parts, -1, len(basis)), basis.expand(parts, -1, -1)).view(len(x), -1)
+    parts = x.view(-1, _SHARE, len(basis))
+    return torch.bmm(parts, basis.expand(len(parts), -1, -1)).view(len(x), -1)
 
 
 def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
