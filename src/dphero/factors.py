@@ -131,20 +131,13 @@ class Factor(ABC):
             raise ValueError(f"a factor of size {self.size} cannot act on axis {axis} of shape {tuple(x.shape)}")
         return x.to(self.dtype or torch.promote_types(x.dtype, torch.float32))
 
-    def _admit(self, scales: Tensor, *more: float) -> None:
-        bounds = [*map(float, torch.aminmax(scales)), *more]  # NaN spreads to both, unlike in Python's min
-        self.smallest, self.largest = min(bounds), max(bounds)
-        if not (all(map(math.isfinite, bounds)) and self.smallest > 0.0):
+    def _admit(self, *scales: float) -> None:
+        self.smallest, self.largest = min(scales), max(scales)
+        if not (all(map(math.isfinite, scales)) and self.smallest > 0.0):
             raise ValueError(
                 f"the scales of a {type(self).__name__} factor must be positive and finite; these lie in "
                 f"[{self.smallest}, {self.largest}]. Singular geometry, no privacy: give the spectrum a floor"
             )
-
-    def _rounded(self, scales: Tensor, basis: Tensor, *more: float) -> Tensor:
-        """Returns scales in the basis's precision, where they are admitted once more."""
-        rounded = scales.to(basis.dtype)
-        self._admit(rounded, *more)
-        return rounded
 
 
 class Scalar(Factor):
@@ -154,7 +147,7 @@ class Scalar(Factor):
 
     def __init__(self, size: int, scale: float = 1.0):
         self.size, self.scale = size, float(scale)
-        self._admit(torch.tensor(self.scale, dtype=torch.float64))
+        self._admit(self.scale)
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         return x / self.scale if inverse else x * self.scale
@@ -172,7 +165,7 @@ class Diagonal(Factor):
     def __init__(self, scales: Tensor):
         self.scales = scales.detach().to(torch.promote_types(scales.dtype, torch.float32))
         self.size, self.dtype = len(scales), self.scales.dtype
-        self._admit(self.scales)
+        self._admit(*map(float, torch.aminmax(self.scales)))  # NaN spreads to both
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         scales = self.scales if axis == -1 else self.scales[:, None]
@@ -197,13 +190,13 @@ class Dense(Factor):
     def __init__(self, basis: Tensor, scales: Tensor, *, defect: float | None = None):
         if basis.dim() != 2 or basis.shape[0] != basis.shape[1] or scales.shape != basis.shape[:1]:
             raise ValueError(f"Dense needs basis k x k and scales k, not {(*basis.shape,)} and {(*scales.shape,)}")
-        scales = scales.detach().cpu()
-        self._admit(scales)
+        self._admit(*scales.tolist())
         self.basis = _orthonormal(basis.detach(), self.largest / self.smallest, defect)
-        scales = self._rounded(scales, self.basis)
         self.size, self.dtype = len(basis), self.basis.dtype
-        roots = (scales.square() - self.smallest**2).clamp_(min=0).sqrt()
-        rows = _sent([scales, scales.reciprocal(), roots], self.basis.device)
+        v = scales.to(self.dtype).tolist()
+        self._admit(*v)  # once more, rounded
+        roots = [math.sqrt(x * x - self.smallest * self.smallest) for x in v]
+        rows = _sent([v, [1.0 / x for x in v], roots], self.basis)
         self.scales = rows[0]
         turned = self.basis * rows[:, None]
         self.matrix, self.inverse = (turned[:2] @ self.basis.mT).unbind()
@@ -262,17 +255,18 @@ class LowRank(Factor):
         if basis.dim() != 2 or not 0 < basis.shape[1] < basis.shape[0] or scales.shape != basis.shape[1:]:
             shapes = f"{(*basis.shape,)} and {(*scales.shape,)}"
             raise ValueError(f"LowRank needs basis k x r and scales r with 0 < r < k, not {shapes}")
-        self.rest, scales = float(rest), scales.detach().cpu()
-        self._admit(scales, self.rest)
+        self.rest = float(rest)
+        self._admit(*scales.tolist(), self.rest)
         self.basis = _orthonormal(basis.detach(), _CANCELLING * self.largest / self.smallest, defect)
-        scales = self._rounded(scales, self.basis, self.rest)
         self.size, self.dtype = len(basis), self.basis.dtype
+        v, s = scales.to(self.dtype).tolist(), self.rest
+        self._admit(*v, s)  # once more, rounded
+        w, t = [1.0 / x for x in v], 1.0 / s
         # s z + U sqrt(v^2 - s^2) z' has covariance A^2; where a v_i is below s there is no root, and no short way.
-        squares, whole = scales.square(), self.smallest >= self.rest
-        more, less = squares - self.rest**2, squares.reciprocal() - self.rest**-2
-        roots = [more.clamp(min=0).sqrt(), less.neg().clamp(min=0).sqrt()] if whole else []
-        outer = [scales - self.rest, scales.reciprocal() - 1.0 / self.rest, *roots]
-        rows = _sent([scales, less, *outer], self.basis.device)
+        whole = self.smallest >= s
+        roots = [[math.sqrt(x * x - s * s) for x in v], [math.sqrt(t * t - y * y) for y in w]] if whole else []
+        outer = [[x - s for x in v], [y - t for y in w], *roots]
+        rows = _sent([v, [y * y - t * t for y in w], *outer], self.basis)
         self.scales, self._inverse_squares = rows[0], rows[1]
         turned = (self.basis * rows[2:, None]).unbind()
         self._spread, self._gather = turned[:2]
@@ -342,9 +336,9 @@ def _thin(x: Tensor, basis: Tensor) -> Tensor:
     return torch.bmm(parts, basis.expand(len(parts), -1, -1)).view(len(x), -1)
 
 
-def _sent(rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns rows from the CPU, stacked, on the device: one journey, and none is waited for."""
-    return to_device(torch.stack(list(rows)), device)
+def _sent(rows: Sequence[Sequence[float]], beside: Tensor) -> Tensor:
+    """Returns rows of numbers where and as another tensor is: one journey, and nothing is waited for."""
+    return to_device(torch.tensor(rows, dtype=beside.dtype), beside.device)
 
 
 def _orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:

@@ -317,6 +317,16 @@ def test_diverged_weights_are_named() -> None:
             only(PCA(), w)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_diverge_in_training_are_named(bad: float) -> None:
+    """The iteration then starts from good columns."""
+    guidance, w = PCA(), weight(300, 200)
+    only(guidance, w)
+    w[1, 2] = bad
+    with pytest.raises(ValueError, match="'w' holds NaN"):
+        only(guidance, w)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"side": "top"}, {"scope": "all"}, {"solver": "qr"}, {"floor": -1.0}, {"floor": math.nan}, {"rank": 0}],

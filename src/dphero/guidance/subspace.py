@@ -49,20 +49,20 @@ class Ritz:
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What was done on the CPU, for matrices of one size.
+    """What was done on the CPU for a matrix.
 
     Attributes:
-        values: theta, a row for each;
+        values: theta;
         turn: L^-T V;
-        errors: the rounding error of U^T U for each row of Y. NaN where the columns are too close to dependent, and
+        error: the rounding error of U^T U for each row of Y. NaN where the columns are too close to dependent, and
             what is returned with it is of no use;
-        totals: ||M||_F^2.
+        total: ||M||_F^2.
     """
 
     values: Tensor
     turn: Tensor
-    errors: list[float]
-    totals: list[float]
+    error: float
+    total: float
 
 
 class Iterations:
@@ -98,32 +98,33 @@ class Iterations:
     def solve(self) -> list[Solved]:
         """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
         arrived, groups, matrices = self._fetched.arrived(), len(self._groups), len(self._matrices)
-        outer, inner, norms = arrived[:groups], arrived[groups : groups + matrices], arrived[groups + matrices :]
-        return [
-            _solved(
-                gram,
-                torch.stack([inner[number] for number in group]).double(),
-                [float(torch.dot(each, each)) for each in (norms[number].double() for number in group)],
-            )
-            for group, gram in zip(self._groups, outer, strict=True)
-        ]
+        stacks, inner, norms = arrived[:groups], arrived[groups : groups + matrices], arrived[groups + matrices :]
+        order = [number for group in self._groups for number in group]
+        outer = dict(zip(order, [gram for stack in stacks for gram in stack], strict=True))
+        totals = [float(torch.dot(each, each)) for each in (norm.double() for norm in norms)]
+        found: dict[int, Solved] = {}
+        for same in grouped(gram.shape for gram in inner):
+            some = [torch.stack([grams[n] for n in same]) for grams in (outer, inner)]
+            found.update(zip(same, _solved(some[0], some[1].double(), [totals[n] for n in same]), strict=True))
+        return [found[number] for number in range(matrices)]
 
     def results(self, solved: list[Solved]) -> list[Ritz]:
         """Returns what was found for each matrix, given what :meth:`solve` returned."""
-        turns = sent([each.turn for each in solved], [wide.device for wide in self._wide])
+        stacks = [torch.stack([solved[number].turn for number in group]) for group in self._groups]
+        turns = sent(stacks, [wide.device for wide in self._wide])
         found: dict[int, Ritz] = {}
-        for group, wide, each, turn in zip(self._groups, self._wide, solved, turns, strict=True):
+        for group, wide, turn in zip(self._groups, self._wide, turns, strict=True):
             dtype, size = self._matrices[group[0]].dtype, wide.shape[1]
             bases, narrow = (wide @ turn).to(dtype), turn.to(dtype)
             for place, number in enumerate(group):
-                total, error = each.totals[place], each.errors[place]
-                if math.isnan(error) and math.isfinite(total):
+                each = solved[number]
+                if math.isnan(each.error) and math.isfinite(each.total):
                     found[number] = _by_qr(self._matrices[number], self._columns[number])
                 else:
                     # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
-                    defect = size * error + 2.0 * torch.finfo(dtype).eps
+                    defect = size * each.error + 2.0 * torch.finfo(dtype).eps
                     start = self._matrices[number] @ (self._images[number].mT @ narrow[place])
-                    found[number] = Ritz(each.values[place], bases[place], start, total, defect)
+                    found[number] = Ritz(each.values, bases[place], start, each.total, defect)
         return [found[number] for number in range(len(self._matrices))]
 
 
@@ -141,19 +142,21 @@ def _sweep(matrix: Tensor, basis: Tensor) -> Tensor:
     return matrix @ (basis.mT @ matrix).mT
 
 
-def _solved(outer: Tensor, inner: Tensor, totals: list[float]) -> Solved:
+def _solved(outer: Tensor, inner: Tensor, totals: list[float]) -> list[Solved]:
     """Solves what is small, for stacks of Y^T Y and Y^T M M^T Y."""
     eye = torch.eye(outer.shape[-1], dtype=outer.dtype)
     lower, failed = torch.linalg.cholesky_ex(outer)
     inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
     growth = inverse.square().sum((-2, -1))
-    sound = (failed == 0) & (growth < _MOST_GROWTH * len(eye))  # and never where it is NaN
+    sound = (failed == 0) & (growth < _MOST_GROWTH * len(eye))  # and never where it is NaN,
+    sound &= inner.flatten(1).isfinite().all(1)  # or where M has diverged
     small = torch.where(sound[:, None, None], inverse @ inner @ inverse.mT, eye)
     values, vectors = torch.linalg.eigh(small)
     turn = (inverse.mT @ vectors).flip(-1)
     measured = (turn.mT @ outer @ turn - eye).abs().amax((-2, -1))
     error = measured + growth * torch.finfo(outer.dtype).eps
-    return Solved(values.flip(-1), turn, torch.where(sound, error, torch.nan).tolist(), totals)
+    errors = torch.where(sound, error, torch.nan).tolist()
+    return [Solved(*each) for each in zip(values.flip(-1), turn, errors, totals, strict=True)]
 
 
 def _by_qr(matrix: Tensor, columns: Tensor) -> Ritz:
