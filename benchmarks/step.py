@@ -49,7 +49,7 @@ from torch.utils.data import TensorDataset
 
 Step = Callable[[], None]
 
-_MEMORY_PROCESSES = 5
+_MEMORY_PROCESSES = 9
 """Processes that measure the memory of one system on a CPU, where it varies."""
 
 _LONG = 1.0
