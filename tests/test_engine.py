@@ -413,6 +413,18 @@ def test_double_precision() -> None:
     assert all(value.dtype == torch.float64 for value in step.values())
 
 
+@pytest.mark.parametrize("guidance", ["isotropic", "pca", "history"])
+def test_a_model_may_change_its_precision_between_steps(guidance: str) -> None:
+    module = network()
+    run = training(module, guidance=guidance)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        module.to(dtype)
+        hook = module[0].register_forward_pre_hook(lambda _, inputs, dtype=dtype: (inputs[0].to(dtype),))
+        (step,) = run.steps(1)
+        hook.remove()
+        assert all(value.dtype == dtype and value.isfinite().all() for value in step.values())
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,9 @@ class Mechanism:
         self.releases = 0
         self._parameters, self._templates, self._event = dict(parameters), templates, event
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
-        self._use(dict(self._identity))
+        self._geometry: dict[str, Geometry] = dict(self._identity)
+        self._wanted: dict[str, Any] = {}  # further normals, and the memory for them: see `_further`
+        self._normals: tuple[list[Tensor], dict[str, Tensor]] = ([], {})
         self._last: dict[str, Tensor] | None = None
         self._next: dict[str, Geometry] | None = None  # made ahead of its time
         self._begun = False
@@ -110,15 +112,8 @@ class Mechanism:
 
     def refresh(self) -> None:
         """Ask guidance for the geometry of the coming releases, unless it has given it already."""
-        self._use(self._next or self._asked())
-        self._next, self._begun, self._renewed_at = None, False, self.releases
-
-    def _use(self, geometry: dict[str, Geometry]) -> None:
-        """Take norms and shape noise by this geometry from now on."""
-        self._geometry = geometry
-        wanted = {name: geometry[name].further(p.dtype) for name, p in self._parameters.items()}
-        # Memory for the further normals that some geometries shape their noise with: whole, and cut for each parameter.
-        self._normals, self._further = self._room({name: shape for name, shape in wanted.items() if shape is not None})
+        self._geometry, self._next = self._next or self._asked(), None
+        self._begun, self._renewed_at = False, self.releases
 
     def _asked(self) -> dict[str, Geometry]:
         found = self.guidance.geometry(self._released())
@@ -204,7 +199,8 @@ class Mechanism:
         flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
-        rest = [*flat, *self._normals, *query]
+        normals, further = self._further()
+        rest = [*flat, *normals, *query]
         self.noise.fill(
             [*onto.values(), *rest],
             [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)],
@@ -212,8 +208,8 @@ class Mechanism:
             [True] * len(onto),
         )
         for name, noise in gradients.items():
-            if name in self._further:
-                self.noise_geometry[name].disperse_(noise, self._further[name], started=name in onto)
+            if name in further:
+                self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
             elif not self.noise_geometry[name].is_identity:
                 self.noise_geometry[name].colour_(noise)
         if self._begun:  # while the sums are on their way
@@ -233,6 +229,19 @@ class Mechanism:
             self.clipping.adapt(float(lot.count) + noise_on_count, self.expected_lot)
         return gradients
 
+    def _further(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return memory for the further normals that some geometries shape their noise with: whole, and cut for each.
+
+        It is kept for as long as geometries and parameters are of the same kind.
+        """
+        shapes = {name: self.noise_geometry[name].further(p.dtype) for name, p in self._parameters.items()}
+        found = {name: shape for name, shape in shapes.items() if shape is not None}
+        kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items()}
+        wanted = {name: (shape, *kinds[name]) for name, shape in found.items()}
+        if wanted != self._wanted:
+            self._wanted, self._normals = wanted, self._room(found)
+        return self._normals
+
     def _becoming_gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums that noise can be added to in place.
 
@@ -242,7 +251,8 @@ class Mechanism:
         found = {}
         for name, parameter in self._parameters.items():
             total = sums.get(name)
-            along = self.noise_geometry[name].is_identity or name in self._further
+            geometry = self.noise_geometry[name]
+            along = geometry.is_identity or geometry.further(parameter.dtype) is not None
             if total is None or not along or not can_keep(total):
                 continue
             storage = total.untyped_storage()
@@ -301,7 +311,7 @@ class Mechanism:
         guidance, geometry, following = tree_map_only(Tensor, lambda tensor: tensor.to(device), wanted)
         self.guidance.load_state_dict(guidance)
         self.ledger = Ledger.from_json(state["ledger"])
-        self._use(self._from_states(geometry))
+        self._geometry = self._from_states(geometry)
         self._next, self._begun = None if following is None else self._from_states(following), False
 
     def _from_states(self, states: Mapping[str, Any]) -> dict[str, Geometry]:

@@ -86,8 +86,7 @@ class Iterations:
         units = [columns * columns.square().sum(1, keepdim=True).rsqrt() for columns in stacks]
         self._wide = [unit.double() for unit in units]
         outer = [wide.mT @ wide for wide in self._wide]
-        order = [number for group in self._groups for number in group]
-        unit = dict(zip(order, [each for stack in units for each in stack], strict=True))
+        unit = self._apart(units)
         # (Y^T M)^T, not M^T Y: on a CPU twice as fast for the row-major weight
         self._images = [unit[number].mT @ matrix for number, matrix in enumerate(matrices)]
         inner = [image @ image.mT for image in self._images]
@@ -99,8 +98,7 @@ class Iterations:
         """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
         arrived, groups, matrices = self._fetched.arrived(), len(self._groups), len(self._matrices)
         stacks, inner, norms = arrived[:groups], arrived[groups : groups + matrices], arrived[groups + matrices :]
-        order = [number for group in self._groups for number in group]
-        outer = dict(zip(order, [gram for stack in stacks for gram in stack], strict=True))
+        outer = self._apart(stacks)
         totals = [float(torch.dot(each, each)) for each in (norm.double() for norm in norms)]
         found: dict[int, Solved] = {}
         for same in grouped(gram.shape for gram in inner):
@@ -126,6 +124,14 @@ class Iterations:
                     start = self._matrices[number] @ (self._images[number].mT @ narrow[place])
                     found[number] = Ritz(each.values, bases[place], start, each.total, defect)
         return [found[number] for number in range(len(self._matrices))]
+
+    def _apart(self, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return what is stacked for each group by the numbers of its matrices."""
+        return {
+            number: each
+            for group, stack in zip(self._groups, stacks, strict=True)
+            for number, each in zip(group, stack, strict=True)
+        }
 
 
 def _columns(matrix: Tensor, start: Tensor | None, columns: int) -> Tensor:
