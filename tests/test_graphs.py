@@ -117,12 +117,13 @@ def train(
     data: TensorDataset,
     *,
     steps: int = 6,
+    rate: float = 0.3,
     before: Callable[[int, nn.Module], None] = lambda step, model: None,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], PrivacyEngine]:
     """Return the weights after training, the private gradients of each step, and the engine."""
     engine = PrivacyEngine()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     settings = {"noise_multiplier": 1e-6, "max_grad_norm": 0.4, "expected_batch_size": 20, "seed": 3, **options}
     settings.setdefault("dataset_size", "public")
     settings["guidance"] = options.get("guidance", Isotropic)()
@@ -185,7 +186,8 @@ def test_every_built_in_network_can_be_recorded(
     data = torch.rand(40, 1, 28, 28)
     inputs = model.features(data) if isinstance(model, FeatureModel) else data
     dataset = TensorDataset(inputs.to(DEVICE), torch.randint(3, (40,)).to(DEVICE))
-    compare(make, dataset, expected_batch_size=6, steps=2, guidance=GUIDANCE["weights"])
+    # Slowly: after a long step two trainings as usual can differ too, where rounding turns a unit of a ReLU off.
+    compare(make, dataset, expected_batch_size=6, steps=2, rate=0.003, guidance=GUIDANCE["weights"])
     assert len(recordings) == 3
 
 
