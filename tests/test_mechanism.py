@@ -269,18 +269,18 @@ def test_sums_become_gradients_only_where_they_own_their_memory() -> None:
     it = mechanism(run)
     shapes = {name: parameter.shape for name, parameter in it._parameters.items()}
     own = {name: torch.ones(shape) for name, shape in shapes.items()}
-    assert it._becoming_gradients(own).keys() == own.keys()
+    assert it._becoming_gradients(own, {}).keys() == own.keys()
     longer = {name: torch.ones(2 * shape.numel())[: shape.numel()].view(shape) for name, shape in shapes.items()}
     same = dict.fromkeys(["0.weight"], own["0.weight"]) | {"again": own["0.weight"]}
     strided = {"0.weight": torch.ones(shapes["0.weight"][::-1]).T}
     wider = {"0.weight": own["0.weight"].double()}
     for others in (longer, same, strided, wider):
-        assert not it._becoming_gradients(others)
+        assert not it._becoming_gradients(others, {})
     guidance = PCA(exponent=-0.5, exact_up_to=8, components=3)
     shaped = mechanism(training(wide(), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP))
     # where the noise is shaped by a product that is added to it, the sum may lie under it
     added = {name for name in own if shaped.noise_geometry[name].further(torch.float32) is not None}
-    assert added and shaped._becoming_gradients(own).keys() == added != own.keys()
+    assert added and shaped._becoming_gradients(own, shaped._further()[1]).keys() == added != own.keys()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -295,7 +295,9 @@ def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
         run = training(copy.deepcopy(module), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP, seed=3)
         it = mechanism(run)
         given = {name: factor * value for name, value in sums.items()}
-        shaped = sum(not it.noise_geometry[name].is_identity for name in it._becoming_gradients(given))
+        shaped = sum(
+            not it.noise_geometry[name].is_identity for name in it._becoming_gradients(given, it._further()[1])
+        )
         released.append(
             {name: value.clone() for name, value in it.release(SimpleNamespace(sums=given, count=None)).items()}
         )
@@ -312,7 +314,7 @@ def test_it_makes_no_difference_whether_a_sum_becomes_the_gradient(monkeypatch: 
         return run.steps(3)
 
     in_place = gradients()
-    monkeypatch.setattr(Mechanism, "_becoming_gradients", lambda self, sums: {})
+    monkeypatch.setattr(Mechanism, "_becoming_gradients", lambda self, *_: {})
     for one, other in zip(in_place, gradients(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 

@@ -21,8 +21,6 @@ __all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "time
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
-_LARGE = 1 << 17  # numbers, from which on it pays to cut a product with few columns by hand,
-_SHARE = 64  # into products of so many rows
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
 
 
@@ -97,7 +95,7 @@ class Factor(ABC):
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||A^-1 x||^2 summed over `axis`, at least in float32."""
         with products_in(x, short=False):
-            return self._apply(self._enter(x, axis), axis, inverse=True).square().sum(axis)
+            return torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis).square_()
 
     def scaled(self, c: float) -> Self:
         """Returns the factor of c A, for c > 0."""
@@ -305,12 +303,12 @@ class LowRank(Factor):
         whole = torch.linalg.vector_norm(x, dim=axis).square_().mul_((1.0 + room) * self.rest**-2)
         with products_in(x, short=False):
             if self._taken is not None:  # no direction gets less noise than the rest, so all terms are of one sign
-                inner = _thin(x, self._taken) if axis == -1 else times(self._taken.mT, x)
+                inner = x @ self._taken if axis == -1 else times(self._taken.mT, x)
                 taken = torch.linalg.vector_norm(inner, dim=axis)
-                return whole.addcmul_(taken, taken, value=-1.0).clamp_(min=0.0)
+                return whole.addcmul_(taken, taken, value=-1.0)
             inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
-        return whole.add_(within).clamp_(min=0.0)
+        return whole.add_(within)
 
     def variance(self) -> Tensor:
         """Returns s^2 + sum_i U_i^2 (v_i^2 - s^2)."""
@@ -326,14 +324,6 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
     if add is None:
         return torch.bmm(spread, flat).reshape(*x.shape[:-2], len(matrix), x.shape[-1])
     return torch.baddbmm(add.reshape(len(flat), *add.shape[-2:]), spread, flat, beta=beta).reshape(add.shape)
-
-
-def _thin(x: Tensor, basis: Tensor) -> Tensor:
-    """Returns x @ basis for a basis of few columns: a CPU's threads share a large product better in parts."""
-    if not (x.is_cpu and x.numel() > _LARGE and x.dim() == 2 and x.is_contiguous()) or len(x) % _SHARE:
-        return x @ basis
-    parts = x.view(-1, _SHARE, len(basis))
-    return torch.bmm(parts, basis.expand(len(parts), -1, -1)).view(len(x), -1)
 
 
 def _sent(rows: Sequence[Sequence[float]], beside: Tensor) -> Tensor:

@@ -195,11 +195,12 @@ class Mechanism:
         self.check_budget()
         self.ledger.record(self.next_event())
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
-        onto = self._becoming_gradients(lot.sums) if any(p.is_cpu for p in self._parameters.values()) else {}
+        normals, further = self._further()
+        on_cpu = any(p.is_cpu for p in self._parameters.values())
+        onto = self._becoming_gradients(lot.sums, further) if on_cpu else {}
         flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
-        normals, further = self._further()
         rest = [*flat, *normals, *query]
         self.noise.fill(
             [*onto.values(), *rest],
@@ -242,7 +243,7 @@ class Mechanism:
             self._wanted, self._normals = wanted, self._room(found)
         return self._normals
 
-    def _becoming_gradients(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _becoming_gradients(self, sums: Mapping[str, Tensor], further: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums that noise can be added to in place.
 
         They own their memory, and to shape the noise then takes the sum along (``disperse_``) or does nothing.
@@ -251,8 +252,7 @@ class Mechanism:
         found = {}
         for name, parameter in self._parameters.items():
             total = sums.get(name)
-            geometry = self.noise_geometry[name]
-            along = geometry.is_identity or geometry.further(parameter.dtype) is not None
+            along = name in further or self.noise_geometry[name].is_identity
             if total is None or not along or not can_keep(total):
                 continue
             storage = total.untyped_storage()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dphero.factors import Factor, LowRank
 from dphero.guidance import PCA, Block, Released, spectrum, subspace
-from dphero.guidance.subspace import Iterations, Ritz
+from dphero.guidance.subspace import Iterations, Ritz, Start
 from tests.guidance.far import Far, Orders
 
 
@@ -24,7 +24,7 @@ def layer(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32
     return ((randn(rows, columns, seed=seed) + strong) / columns**0.5).to(dtype)
 
 
-def iterated(matrices: Sequence[Tensor], starts: Sequence[Tensor | None] | None = None, kept: int = 16) -> list[Ritz]:
+def iterated(matrices: Sequence[Tensor], starts: Sequence[Start | None] | None = None, kept: int = 16) -> list[Ritz]:
     iterations = Iterations(matrices, starts or [None] * len(matrices), [kept] * len(matrices))
     return iterations.results(iterations.solve())
 
@@ -49,7 +49,7 @@ def broken(kind: str) -> Tensor:
         return torch.zeros(100, 200)
     if kind == "steep":  # the columns of M M^T Q point all along the first directions
         return ((torch.linalg.qr(randn(100, 100))[0] * torch.arange(1, 101) ** -4.0) @ randn(100, 200, seed=1)).float()
-    return 1e-13 * randn(100, 200).float()  # vanishes when squared
+    raise ValueError(kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -57,30 +57,42 @@ def test_values_bases_and_the_claimed_defect(dtype: torch.dtype) -> None:
     shapes = [(100, 200), (150, 90), (100, 200), (100, 300)]  # three of them are stacked
     weights = [layer(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
     found, wide = iterated(weights), dtype == torch.float64
-    for _ in range(3):  # warm, and moving
+    for side in ("right", "left", "right", "left"):  # warm, and moving
         weights = [w + 0.02 * w.std() * randn(*w.shape, seed=9).to(dtype) for w in weights]
-        found = iterated(weights, [each.start for each in found])
-    for w, each in zip(weights, found, strict=True):
-        assert each.basis.shape == (len(w), 24) and each.basis.dtype == dtype
-        assert each.defect is not None and defect(each.basis) <= each.defect < (1e-11 if wide else 3e-7)
-        precision = torch.finfo(dtype).eps * 20
-        torch.testing.assert_close(
-            each.values, ritz_values(w, each.basis), rtol=0, atol=precision * float(each.values[0])
-        )
-        assert each.total == pytest.approx(float(w.double().square().sum()), rel=1e-6)
-        assert torch.allclose(each.values[:4], spectrum(w)[:4], rtol=1e-3)
-        assert float(each.values.sum()) <= each.total
+        starts = [each.start for each in found]
+        found = iterated(weights, starts)
+        for w, start, each in zip(weights, starts, found, strict=True):
+            assert start.side == side and defect(start.columns) < (1e-11 if wide else 3e-6)
+            assert each.basis.shape == (len(w), 24) and each.basis.dtype == dtype
+            assert each.defect is not None and defect(each.basis) <= each.defect < (1e-10 if wide else 6e-7)
+            precision = {"rtol": 0, "atol": torch.finfo(dtype).eps * 20 * float(each.values[0])}
+            own = w if side == "left" else w.mT
+            torch.testing.assert_close(each.values, ritz_values(own, start.columns), **precision)
+            assert bool((each.values <= ritz_values(w, each.basis) + precision["atol"]).all())
+            assert each.total == pytest.approx(float(w.double().square().sum()), rel=1e-6)
+            assert torch.allclose(each.values[:4], spectrum(w)[:4], rtol=1e-3)
+            assert float(each.values.sum()) <= each.total
 
 
-def test_starting_from_the_last_sweep_goes_on_converging() -> None:
-    """A warm iteration takes the sweep of the one before; after some, nothing is left but rounding."""
+def test_going_to_and_fro_converges() -> None:
+    """Each iteration starts where the one before ended; after some, nothing is left but rounding."""
     w = layer(100, 200, seed=4)
     (found,) = iterated([w])
     exact, errors = spectrum(w)[:16], []
-    for _ in range(12):
+    for _ in range(24):
         errors.append(float((found.values[:16] / exact - 1).abs().max()))
         (found,) = iterated([w], [found.start])
     assert errors[0] > 1e-3 > 1e-4 > errors[-1] and errors == sorted(errors, reverse=True)
+
+
+def test_it_goes_as_far_as_the_classic_iteration_with_half_the_products() -> None:
+    """Two iterations have the span of M M^T Q."""
+    w = layer(100, 200, seed=4)
+    (first,) = iterated([w])
+    (second,) = iterated([w], [first.start])
+    swept = torch.linalg.qr(w.double() @ (w.double().mT @ first.basis.double()))[0]
+    overlap = torch.linalg.svdvals(swept.mT @ second.basis.double())
+    assert float(overlap.min()) > 1 - 1e-6
 
 
 def test_a_matrix_finds_the_same_alone_and_in_company() -> None:
@@ -91,24 +103,39 @@ def test_a_matrix_finds_the_same_alone_and_in_company() -> None:
         assert torch.allclose(alone.basis @ alone.basis.mT, each.basis @ each.basis.mT, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["low rank", "narrow", "zero", "steep", "tiny"])
+@pytest.mark.parametrize("kind", ["low rank", "narrow", "zero", "steep"])
 def test_dependent_columns_take_the_safe_way(kind: str) -> None:
     bad, good = broken(kind), layer(100, 200, seed=3)
-    for starts in (None, [each.start for each in iterated([bad, good])]):
+    starts, safely = None, []
+    for _ in range(5):
         low, full = iterated([bad, good], starts)
-        assert low.defect is None and full.defect is not None
-        assert defect(low.basis) < 1e-5 and defect(full.basis) < full.defect
+        starts = [low.start, full.start]
+        safely.append(low.defect is None)
+        assert full.defect is not None and defect(full.basis) <= full.defect
+        assert defect(low.basis) <= (1e-5 if low.defect is None else low.defect)
         top = float(low.values[0])
         torch.testing.assert_close(low.values, ritz_values(bad, low.basis), rtol=0, atol=1e-5 * top)
         assert torch.allclose(full.values[:4], spectrum(good)[:4], rtol=1e-3)
+    assert safely == [False, True, False, True, False], safely
+
+
+def test_tiny_weights_are_as_good_as_any() -> None:
+    w = layer(100, 200, seed=5)
+    for factor in (2.0**-40, 2.0**40):
+        starts = {1.0: None, factor: None}
+        for _ in range(3):
+            usual, other = (iterated([w * scale], start)[0] for scale, start in starts.items())
+            torch.testing.assert_close(other.values, usual.values * factor**2, rtol=1e-6, atol=0)
+            torch.testing.assert_close(other.basis @ other.basis.mT, usual.basis @ usual.basis.mT, rtol=0, atol=1e-5)
+            starts = {1.0: [usual.start], factor: [other.start]}
 
 
 def test_nearly_equal_columns_are_not_trusted() -> None:
     w = layer(100, 200, seed=0)
     (first,) = iterated([w])
-    start = first.basis.clone()
-    start[:, 1] = start[:, 0] + 1e-3 * start[:, 1]  # as no iteration returns it: its sweep has a growth of 1e6
-    (found,) = iterated([w], [start])
+    columns = first.basis.clone()
+    columns[:, 1] = columns[:, 0] + 1e-3 * columns[:, 1]  # as no iteration returns it
+    (found,) = iterated([w], [Start("left", columns)])
     assert found.defect is None and defect(found.basis) < 1e-5
     torch.testing.assert_close(found.values, ritz_values(w, found.basis), rtol=0, atol=1e-5 * float(found.values[0]))
 
@@ -146,16 +173,23 @@ def test_a_renewal_gives_a_gpu_few_orders_and_waits_for_it_thrice() -> None:
     for mine, theirs in zip(found, expected, strict=True):
         for name, value in vars(theirs).items():  # a GPU is asked for what the CPU does
             got = vars(mine)[name]
-            assert torch.equal(got.near, value) if isinstance(value, Tensor) else got == value, name
+            if isinstance(value, Tensor):  # but for memory that lies otherwise, which may change the last bits
+                torch.testing.assert_close(got.near, value, rtol=0, atol=1e-6 * float(value.abs().max()), msg=name)
+            else:
+                assert got == pytest.approx(value, rel=1e-6) if isinstance(value, float) else got == value, name
     assert sum(isinstance(factor, LowRank) for factor in found) == 5
     assert sum(orders.waits.values()) <= 3, orders.waits  # exact grams; float32 and float64 of the iterations
-    # An exact one takes four (gram, scales, two products), one by iteration seven (five, scales, product).
-    assert sum(orders.given.values()) <= 4 * 4 + 7 * 5 + 28, orders.given
+    # An exact one takes four (gram, scales, two products), one by iteration six (four, scales, product).
+    assert sum(orders.given.values()) <= 4 * 4 + 6 * 5 + 16, orders.given
 
 
 def test_a_low_rank_weight_on_a_gpu_takes_the_safe_way() -> None:
+    near = [broken("low rank"), layer(100, 200, seed=3)]
+    far, start = [Far(w) for w in near], iterated(near)[0].start
     with Orders() as orders:
-        far, full = iterated([Far(broken("low rank")), Far(layer(100, 200, seed=3))])
-    near, _ = iterated([broken("low rank"), layer(100, 200, seed=3)])
-    assert far.defect is None and full.defect is not None and torch.equal(far.values, near.values)
-    assert orders.waits["aten.linalg_qr"] == 2 * (subspace._COLD_SWEEPS - 1) + 1
+        first = iterated(far)
+        cold = orders.waits["aten.linalg_qr"]
+        low, full = iterated(far, [each.start for each in first])
+    assert low.defect is None and full.defect is not None
+    assert cold == 2 * subspace._COLD_SWEEPS and orders.waits["aten.linalg_qr"] == cold + 1
+    torch.testing.assert_close(low.values[:5], iterated(near[:1], [start])[0].values[:5], rtol=1e-5, atol=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
-from dphero.guidance.subspace import Iterations, Ritz, Solved
+from dphero.guidance.subspace import Iterations, Ritz, Solved, Start
 from dphero.transfer import Fetched, sent
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="dphero-spectra")
@@ -60,9 +60,9 @@ class Wanted:
         matrix: M, of any floating dtype; computed in float32 at least.
         name: whose it is.
         components: None for all of it, by `eigh`: k^2 m + about 10 k^3 operations. Else r < k: the leading r
-            directions by block subspace iteration, which forms no k x k matrix: about 4 k m r operations a sweep.
-        start: for the iteration, the columns the last one returned; None, or one of another shape, starts anew
-            with some sweeps.
+            directions by block subspace iteration, which forms no k x k matrix: about 2 k m r operations.
+        start: for the iteration, what the last one returned; None, or one of another shape, starts anew with some
+            sweeps.
         wide: compute in float64. Without a floor the smallest eigenvalues matter, and in float32 those below
             about 1e-5 of the largest are rounding error.
     """
@@ -70,7 +70,7 @@ class Wanted:
     matrix: Tensor
     name: str
     components: int | None = None
-    start: Tensor | None = None
+    start: Start | None = None
     wide: bool = False
 
 
@@ -108,10 +108,10 @@ class Search:
         with torch.no_grad():
             return [_decomposed(gram) for gram in grams], self._iterations.solve()
 
-    def results(self) -> list[tuple[Spectrum, Tensor | None]]:
-        """Returns the spectra, and for those by iteration the columns to start from next time."""
+    def results(self) -> list[tuple[Spectrum, Start | None]]:
+        """Returns the spectra, and for those by iteration what to start from next time."""
         decomposed, solved = self._solve() if self._solved is None else self._solved.result()
-        found: dict[int, tuple[Spectrum, Tensor | None]] = {}
+        found: dict[int, tuple[Spectrum, Start | None]] = {}
         bases = sent([each.basis for each in decomposed], [self._matrices[number].device for number in self._whole])
         for number, each, basis in zip(self._whole, decomposed, bases, strict=True):
             name, rounding = self._wanted[number].name, max(self._matrices[number].shape)

@@ -1,14 +1,17 @@
-"""Block subspace iteration: the leading eigenvectors of M M^T for many M at once, and no k x k matrix is formed.
+"""Block subspace iteration: the leading singular directions of many M at once, and no k x k matrix is formed.
 
-Given columns Y, two thin products give what M says of their span, and the columns to start from next time. What is
-small is done on the CPU in float64, for all of a size at once, so a GPU gets few orders and is waited for once:
+It goes to and fro between the two sides of M, a product at a time. From orthonormal columns Q of either side:
 
-    Z = M^T Y,     Y^T Y = L L^T,     L^-1 (Z^T Z) L^-T = V diag(theta) V^T,     U = Y L^-T V,     Y' = M (Z L^-T V)
+    left to right     Z = Q^T M,     Z Z^T = V diag(theta) V^T,     U = Q V,                   next Q = Z^T V theta^-1/2
+    right to left     X = M Q,       X^T X = V diag(theta) V^T,     U = X V theta^-1/2,        next Q = U
 
-U is orthonormal, and theta are the values of Rayleigh and Ritz of this M in the span of Y, so their sum never exceeds
-the trace ||M||_F^2. Y' = M M^T U is one sweep on. The growth ||L^-1||^2 says by how much rounding errors are magnified:
-where it is large (nearly dependent columns, a matrix of low rank) the basis comes from a QR of Y instead, which is slow
-on a GPU.
+U is orthonormal either way. theta are the values of Rayleigh and Ritz of this M in the span of Q, so their sum does not
+exceed the trace ||M||_F^2. Two products are one sweep of the classic iteration with M M^T; a matrix that changes little
+between two calls, such as a weight in training, is followed by one.
+
+What is small is done on the CPU in float64, for all of a size at once, so a GPU gets few orders and is waited for once.
+How far U^T U is from I is known: measured, or bounded by the spread of theta. Where that is too far (X of nearly
+dependent columns, as a matrix of low rank has them), U comes from a QR instead, which is slow on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +27,17 @@ from torch import Tensor
 from dphero.transfer import Fetched, grouped, sent
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
-_COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis; a later one starts from the last sweep
+_COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis; a later one starts where the last one ended
 _SEED = 2409_03344
-_MOST_GROWTH = 2.0  # mean square length of the rows of L^-1, for columns of length 1; orthonormal ones have 1
+_ROUNDINGS = 4  # times the square root of the terms: units of the last place that a sum may lose
+_MOST_ERROR = 1e-6  # of an entry of U^T U; where Q was rounded to float32, about 1e-7 is usual
+
+
+class Start(NamedTuple):
+    """Orthonormal columns to start from, and the side of M that they belong to: (k, columns) or (m, columns)."""
+
+    side: Literal["left", "right"]
+    columns: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +46,15 @@ class Ritz:
 
     Attributes:
         values: (columns,) the Ritz values, largest first; float64, on the CPU.
-        basis: (k, columns) their vectors, where and as the matrix is.
-        start: (k, columns) the columns to start from next time.
+        basis: (k, columns) the left vectors, where and as the matrix is.
+        start: what to start from next time.
         total: the trace ||M||_F^2; not finite where M is not, and then nothing else means anything.
         defect: how far basis^T basis is from I at most; None where that is not known.
     """
 
     values: Tensor
     basis: Tensor
-    start: Tensor
+    start: Start
     total: float
     defect: float | None
 
@@ -52,15 +64,17 @@ class Solved:
     """What was done on the CPU for a matrix.
 
     Attributes:
-        values: theta;
-        turn: L^-T V;
-        error: the rounding error of U^T U for each row of Y. NaN where the columns are too close to dependent, and
-            what is returned with it is of no use;
+        values: theta, largest first;
+        turn: V;
+        scaled: V theta^-1/2;
+        error: how far U^T U is from I, before U is rounded. NaN where it is too far, or where M is not finite, and what
+            is returned with it is of no use;
         total: ||M||_F^2.
     """
 
     values: Tensor
     turn: Tensor
+    scaled: Tensor
     error: float
     total: float
 
@@ -75,107 +89,119 @@ class Iterations:
         components: for each, how many directions are wanted.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Tensor | None], components: Sequence[int]):
+    def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Start | None], components: Sequence[int]):
         self._matrices = matrices
-        self._columns = [
-            _columns(matrix, start, width(len(matrix), wanted))
+        self._starts = [
+            _start(matrix, start, width(len(matrix), wanted))
             for matrix, start, wanted in zip(matrices, starts, components, strict=True)
         ]
-        self._groups = alike(self._columns)
-        stacks = [torch.stack([self._columns[number] for number in group]) for group in self._groups]
-        units = [columns * columns.square().sum(1, keepdim=True).rsqrt() for columns in stacks]
-        self._wide = [unit.double() for unit in units]
+        # Q^T M, not M^T Q: on a CPU twice as fast for a row-major weight
+        self._images = [
+            columns.mT @ matrix if side == "left" else matrix @ columns
+            for (side, columns), matrix in zip(self._starts, matrices, strict=True)
+        ]
+        sources = [
+            columns if side == "left" else image
+            for (side, columns), image in zip(self._starts, self._images, strict=True)
+        ]
+        self._groups = grouped((each.shape, each.dtype, each.device) for each in sources)
+        self._wide = [torch.stack([sources[number] for number in group]).double() for group in self._groups]
         outer = [wide.mT @ wide for wide in self._wide]
-        unit = self._apart(units)
-        # (Y^T M)^T, not M^T Y: on a CPU twice as fast for the row-major weight
-        self._images = [unit[number].mT @ matrix for number, matrix in enumerate(matrices)]
-        inner = [image @ image.mT for image in self._images]
+        inner = [
+            image @ image.mT for (side, _), image in zip(self._starts, self._images, strict=True) if side == "left"
+        ]
         # Row by row: one float32 sum of millions of squares is wrong in the third digit.
         norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
         self._fetched = Fetched([*outer, *inner, *norms])
 
     def solve(self) -> list[Solved]:
         """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
-        arrived, groups, matrices = self._fetched.arrived(), len(self._groups), len(self._matrices)
-        stacks, inner, norms = arrived[:groups], arrived[groups : groups + matrices], arrived[groups + matrices :]
-        outer = self._apart(stacks)
-        totals = [float(torch.dot(each, each)) for each in (norm.double() for norm in norms)]
+        arrived, matrices = iter(self._fetched.arrived()), range(len(self._matrices))
+        stacks = [next(arrived) for _ in self._groups]
+        outer = {
+            number: gram
+            for group, stack in zip(self._groups, stacks, strict=True)
+            for number, gram in zip(group, stack, strict=True)
+        }
+        inner = [next(arrived).double() if side == "left" else outer[n] for n, (side, _) in enumerate(self._starts)]
+        totals = [float(torch.dot(each, each)) for each in (norms.double() for norms in arrived)]
         found: dict[int, Solved] = {}
-        for same in grouped(gram.shape for gram in inner):
+        for same in grouped((self._starts[n].side, inner[n].shape) for n in matrices):
             some = [torch.stack([grams[n] for n in same]) for grams in (outer, inner)]
-            found.update(zip(same, _solved(some[0], some[1].double(), [totals[n] for n in same]), strict=True))
-        return [found[number] for number in range(matrices)]
+            side, size = self._starts[same[0]].side, max(len(self._matrices[n]) for n in same)
+            found.update(zip(same, _solved(side, size, some[0], some[1], [totals[n] for n in same]), strict=True))
+        return [found[number] for number in matrices]
 
     def results(self, solved: list[Solved]) -> list[Ritz]:
         """Returns what was found for each matrix, given what :meth:`solve` returned."""
-        stacks = [torch.stack([solved[number].turn for number in group]) for group in self._groups]
-        turns = sent(stacks, [wide.device for wide in self._wide])
+        turns = [
+            each.turn if start.side == "left" else each.scaled for each, start in zip(solved, self._starts, strict=True)
+        ]
+        stacks = [torch.stack([turns[number] for number in group]) for group in self._groups]
+        onward = [number for number, start in enumerate(self._starts) if start.side == "left"]
+        narrow = [solved[number].scaled.to(self._matrices[number].dtype) for number in onward]
+        devices = [*(wide.device for wide in self._wide), *(self._matrices[number].device for number in onward)]
+        there = sent([*stacks, *narrow], devices)
+        rights = dict(zip(onward, there[len(stacks) :], strict=True))
         found: dict[int, Ritz] = {}
-        for group, wide, turn in zip(self._groups, self._wide, turns, strict=True):
-            dtype, size = self._matrices[group[0]].dtype, wide.shape[1]
-            bases, narrow = (wide @ turn).to(dtype), turn.to(dtype)
-            for place, number in enumerate(group):
-                each = solved[number]
-                if math.isnan(each.error) and math.isfinite(each.total):
-                    found[number] = _by_qr(self._matrices[number], self._columns[number])
-                else:
-                    # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
-                    defect = size * each.error + 2.0 * torch.finfo(dtype).eps
-                    start = self._matrices[number] @ (self._images[number].mT @ narrow[place])
-                    found[number] = Ritz(each.values, bases[place], start, each.total, defect)
+        for group, wide, turn in zip(self._groups, self._wide, there, strict=False):
+            bases = (wide @ turn).to(self._matrices[group[0]].dtype)
+            for basis, number in zip(bases, group, strict=True):
+                found[number] = self._result(number, solved[number], basis, rights.get(number))
         return [found[number] for number in range(len(self._matrices))]
 
-    def _apart(self, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return what is stacked for each group by the numbers of its matrices."""
-        return {
-            number: each
-            for group, stack in zip(self._groups, stacks, strict=True)
-            for number, each in zip(group, stack, strict=True)
-        }
+    def _result(self, number: int, solved: Solved, basis: Tensor, right: Tensor | None) -> Ritz:
+        if math.isnan(solved.error) and math.isfinite(solved.total):
+            return _by_qr(self._matrices[number], self._starts[number])
+        # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
+        defect = solved.error + 2.0 * torch.finfo(basis.dtype).eps
+        start = Start("left", basis) if right is None else Start("right", self._images[number].mT @ right)
+        return Ritz(solved.values, basis, start, solved.total, defect)
 
 
-def _columns(matrix: Tensor, start: Tensor | None, columns: int) -> Tensor:
-    """Returns the columns to start from: those of last time, or M M^T Q after some sweeps from a random basis."""
-    if start is not None and start.shape == (len(matrix), columns):
-        return start.to(matrix)
+def _start(matrix: Tensor, start: Start | None, columns: int) -> Start:
+    """Returns what to start from: that of last time, or the end of some sweeps from a random basis."""
+    if start is not None and start.columns.shape == (matrix.shape[start.side == "right"], columns):
+        return Start(start.side, start.columns.to(matrix))
     found = _sweep(matrix, first_basis(len(matrix), columns).to(matrix))
     for _ in range(_COLD_SWEEPS - 1):
         found = _sweep(matrix, torch.linalg.qr(found)[0])
-    return found
+    return Start("left", torch.linalg.qr(found.double())[0].to(matrix))
 
 
 def _sweep(matrix: Tensor, basis: Tensor) -> Tensor:
     return matrix @ (basis.mT @ matrix).mT
 
 
-def _solved(outer: Tensor, inner: Tensor, totals: list[float]) -> list[Solved]:
-    """Solves what is small, for stacks of Y^T Y and Y^T M M^T Y."""
+def _solved(side: str, size: int, outer: Tensor, inner: Tensor, totals: list[float]) -> list[Solved]:
+    """Solves what is small, for stacks of Q^T Q and Z Z^T, or of X^T X twice; `size` is k at most."""
     eye = torch.eye(outer.shape[-1], dtype=outer.dtype)
-    lower, failed = torch.linalg.cholesky_ex(outer)
-    inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-    growth = inverse.square().sum((-2, -1))
-    sound = (failed == 0) & (growth < _MOST_GROWTH * len(eye))  # and never where it is NaN,
-    sound &= inner.flatten(1).isfinite().all(1)  # or where M has diverged
-    small = torch.where(sound[:, None, None], inverse @ inner @ inverse.mT, eye)
-    values, vectors = torch.linalg.eigh(small)
-    turn = (inverse.mT @ vectors).flip(-1)
-    measured = (turn.mT @ outer @ turn - eye).abs().amax((-2, -1))
-    error = measured + growth * torch.finfo(outer.dtype).eps
-    errors = torch.where(sound, error, torch.nan).tolist()
-    return [Solved(*each) for each in zip(values.flip(-1), turn, errors, totals, strict=True)]
+    finite = inner.sum((1, 2)).isfinite()
+    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(torch.where(finite[:, None, None], inner, eye)))
+    least = values[:, :1].clamp_min(torch.finfo(torch.float32).tiny) * torch.finfo(torch.float32).eps ** 2
+    scaled = vectors * values.maximum(least).rsqrt()[:, None]
+    # What products and `eigh` round, relative to the longest columns.
+    error = torch.full_like(values[:, 0], _ROUNDINGS * math.sqrt(size) * len(eye) * torch.finfo(eye.dtype).eps)
+    if side == "left":
+        error += (vectors.mT @ outer @ vectors - eye).abs().amax((1, 2))
+    else:
+        error *= values[:, 0] / values[:, -1].clamp_min(0.0)
+    errors = torch.where(finite & (error < _MOST_ERROR), error, torch.nan).tolist()
+    return [Solved(*each) for each in zip(values, vectors, scaled, errors, totals, strict=True)]
 
 
-def _by_qr(matrix: Tensor, columns: Tensor) -> Ritz:
+def _by_qr(matrix: Tensor, start: Start) -> Ritz:
     """The safe way: any columns have an orthonormal basis whose span holds theirs.
 
-    All but the columns is computed anew: the matrix may have changed since.
+    All but the start is computed anew: the matrix may have changed since.
     """
-    basis = torch.linalg.qr(columns)[0]
-    inner = basis.mT @ matrix
-    values, vectors = torch.linalg.eigh((inner @ inner.mT).cpu())
+    columns = start.columns if start.side == "left" else matrix @ start.columns
+    basis = torch.linalg.qr(columns.double())[0]
+    inner = basis.to(matrix.dtype).mT @ matrix
+    values, vectors = torch.linalg.eigh((inner @ inner.mT).cpu().double())
     total = float(torch.linalg.vector_norm(matrix, dim=1).double().square().sum())
-    basis = basis @ vectors.flip(1).to(basis.device)
-    return Ritz(values.double().flip(0), basis, _sweep(matrix, basis), total, None)
+    basis = (basis @ vectors.flip(1).to(basis.device)).to(matrix.dtype)
+    return Ritz(values.flip(0), basis, Start("left", basis), total, None)
 
 
 def width(size: int, components: int) -> int:
@@ -188,8 +214,3 @@ def first_basis(size: int, columns: int) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
     basis: Tensor = torch.linalg.qr(torch.randn(size, columns, generator=generator))[0]
     return basis
-
-
-def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Returns the places of the tensors that can be stacked: those of one shape, dtype and device."""
-    return grouped([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])

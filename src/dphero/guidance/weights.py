@@ -12,6 +12,7 @@ from torch import Tensor
 from dphero.geometry import Geometry
 from dphero.guidance import spectra
 from dphero.guidance.base import Axis, Block, Released, as_matrix, require, same_settings, share_rows
+from dphero.guidance.subspace import Start
 
 THEOREM_2 = 1.0
 """Exponent of the paper's Theorem 2: noise in proportion to the eigenvalue."""
@@ -63,7 +64,7 @@ class PCA:
     components: int = 16
     exact_up_to: int = 64
     bare: bool = False
-    _bases: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _starts: dict[str, Start] = field(default_factory=dict, init=False, repr=False)
     _begun: dict[str, spectra.Search] = field(default_factory=dict, init=False, repr=False)
 
     needs_gradients: ClassVar[bool] = False
@@ -113,16 +114,17 @@ class PCA:
         return share_rows(released, {name: Geometry(shapes[name], **sides) for name, sides in found.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings and the bases from which the next subspace iterations start.
+        """Returns the settings and where the next subspace iterations start.
 
         What `prepare` has begun is not among it: the weights that it decomposes are still the same.
         """
-        return {"settings": self._settings(), "bases": dict(self._bases)}
+        return {"settings": self._settings(), "starts": {name: tuple(start) for name, start in self._starts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a PCA of the same settings."""
         same_settings(self._settings(), state["settings"])
-        self._bases = dict(state["bases"])
+        # Older checkpoints have others, of no use here: then iterations start anew.
+        self._starts = {name: Start(*start) for name, start in state.get("starts", {}).items()}
         self._begun.clear()
 
     def _settings(self) -> dict[str, Any]:
@@ -142,9 +144,9 @@ class PCA:
 
     def _spectra(self, axes: Sequence[tuple[Block, Axis]], search: spectra.Search) -> list[spectra.Spectrum]:
         found = []
-        for (block, axis), (spectrum, basis) in zip(axes, search.results(), strict=True):
-            if basis is not None:
-                self._bases[f"{block.name}:{axis}"] = basis
+        for (block, axis), (spectrum, start) in zip(axes, search.results(), strict=True):
+            if start is not None:
+                self._starts[f"{block.name}:{axis}"] = start
             found.append(spectrum if self.rank is None else spectra.limited(spectrum, self.rank))
         return found
 
@@ -154,7 +156,7 @@ class PCA:
         small = len(matrix) <= self.exact_up_to or self.floor == 0.0
         if self.solver == "eigh" or (self.solver == "auto" and small) or components >= len(matrix):
             return spectra.Wanted(matrix, block.name, wide=self.floor == 0.0)
-        return spectra.Wanted(matrix, block.name, components, self._bases.get(f"{block.name}:{axis}"))
+        return spectra.Wanted(matrix, block.name, components, self._starts.get(f"{block.name}:{axis}"))
 
 
 def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:
