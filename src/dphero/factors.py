@@ -57,7 +57,8 @@ class Factor(ABC):
         A shorter format's errors would be magnified by A's condition, and no norm leaves room for that.
         """
         with products_in(x, short=False):
-            return self._apply(self._enter(x, axis), axis, inverse).to(x.dtype)
+            found = self._apply(self._enter(x, axis), axis, inverse)
+        return found if found.dtype == x.dtype else found.to(x.dtype)
 
     def colour(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns A x along `axis` (-1 or -2)."""
@@ -127,7 +128,8 @@ class Factor(ABC):
     def _enter(self, x: Tensor, axis: int) -> Tensor:
         if axis not in (-1, -2) or x.dim() < -axis or x.shape[axis] != self.size:
             raise ValueError(f"a factor of size {self.size} cannot act on axis {axis} of shape {tuple(x.shape)}")
-        return x.to(self.dtype or torch.promote_types(x.dtype, torch.float32))
+        wanted = self.dtype or torch.promote_types(x.dtype, torch.float32)
+        return x if x.dtype == wanted else x.to(wanted)
 
     def _admit(self, *scales: float) -> None:
         self.smallest, self.largest = min(scales), max(scales)
