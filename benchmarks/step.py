@@ -20,7 +20,7 @@ back (glibc only), and processes agree better.
 
 Memory is measured in a process of its own for each system. On a CPU it is the kernel's high-water mark of resident
 memory (VmHWM of /proc/self/status, Linux only) over six steps, above what was resident before the first, the median of
-five processes; on a GPU it is the peak of what torch's allocator reserved over five steps, above what it had reserved
+nine processes; on a GPU it is the peak of what torch's allocator reserved over five steps, above what it had reserved
 before the first.
 """
 
