@@ -273,6 +273,13 @@ def test_state_resumes_bitwise() -> None:
         PCA(THEOREM_2, side="both").load_state_dict(guidance.state_dict())
 
 
+def test_a_state_of_an_older_version_starts_its_iterations_anew() -> None:
+    w, guidance = trained(200, 300, 4), PCA()
+    older = {"settings": guidance.state_dict()["settings"], "bases": {"w:rows": weight(200, 24)}}
+    guidance.load_state_dict(older)
+    assert torch.equal(only(guidance, w).whiten(w), only(PCA(), w).whiten(w))
+
+
 @pytest.mark.parametrize("rows", [48, 150])
 def test_factors_come_back_from_their_state_bit_for_bit(rows: int) -> None:
     # Whatever their condition: those on the verge of float64 stay on their side of it.
