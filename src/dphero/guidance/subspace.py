@@ -144,7 +144,7 @@ class Iterations:
         there = sent([*stacks, *narrow], devices)
         rights = dict(zip(onward, there[len(stacks) :], strict=True))
         found: dict[int, Ritz] = {}
-        for group, wide, turn in zip(self._groups, self._wide, there, strict=False):
+        for group, wide, turn in zip(self._groups, self._wide, there[: len(stacks)], strict=True):
             bases = (wide @ turn).to(self._matrices[group[0]].dtype)
             for basis, number in zip(bases, group, strict=True):
                 found[number] = self._result(number, solved[number], basis, rights.get(number))
