@@ -18,9 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine, engine, run, sampling, validation
+from dphero import PrivacyEngine, engine, pieces, run, sampling, validation
+from dphero.clipping import Flat
+from dphero.geometry import identity
+from dphero.layers import convolution
+from dphero.layers.convolution import Convolution, convolution_arguments
 from dphero.lot_sum import LotSum
+from dphero.pieces import Explicit
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader
+from dphero.tape import GradientBatch
 from tests.trainer import Training, data, network, same, training
 
 Patch = pytest.MonkeyPatch
@@ -89,6 +95,58 @@ def test_an_example_that_is_not_finite_adds_nothing(poison: float, monkeypatch: 
     monkeypatch.setattr(Tensor, "isfinite", lambda self: torch.ones_like(self, dtype=torch.bool))
     if not math.isfinite(poison):
         assert not torch.equal(*[(g := poisoned().steps(1)[0]["weight"]), torch.nan_to_num(g)])  # one destroys all
+
+
+# -- numbers whose squares vanish -------------------------------------------------------------------
+
+
+def added_by_one(guidance: Any, small: float, huge: float, positions: int) -> float:
+    """Return the length of what an example adds, over C, whose output gradient is small and whose input is huge."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 96)
+    along = model.weight.detach()[:, 0].clone()  # where weight PCA gives more noise, and a norm is a difference
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.zeros(16, positions, 8)
+    x[3] = huge
+    _, _, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=TensorDataset(x), noise_multiplier=1e-9, max_grad_norm=1e-4,
+        guidance=guidance, expected_batch_size=16, dataset_size="public", sampling="shuffle", seed=1,
+    )  # fmt: skip
+    for (rows,) in loader:
+        (model(rows) @ (small * along)).mean().backward()
+        optimizer.step()
+    return float(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]).norm()) * 16e4
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("guidance", ["isotropic", "pca"])
+@pytest.mark.parametrize(("small", "huge"), [(1e-22, 6e18), (1e-21, 3e18), (1e-20, 1e25), (1e-21, 1e30), (1e-16, 1e17)])
+def test_a_small_gradient_at_a_huge_input_is_clipped(
+    guidance: str, small: float, huge: float, positions: int, monkeypatch: Patch
+) -> None:
+    assert added_by_one(guidance, small, huge, positions) < 4  # A's largest scale is below that
+    monkeypatch.setattr(pieces, "LEAST_SQUARE", 0.0)
+    if (small, huge) == (1e-21, 3e18):
+        assert added_by_one(guidance, small, huge, positions) > 100
+
+
+def test_a_small_gradient_at_a_huge_image_is_not_lost(monkeypatch: Patch) -> None:
+    weight = torch.empty(32, 16, 3, 3)
+    made = Convolution(
+        torch.full((1, 16, 3, 3), 1e18), torch.full((1, 32, 1, 1), 1e-23), convolution_arguments(weight, 1, 0, 1, 1)
+    )
+    true = float((1e18 * 1e-23) * weight.numel() ** 0.5)
+    assert made.gram_is_cheaper() and float(made.square_norms(identity(tuple(weight.shape))).sqrt()) >= true
+    monkeypatch.setattr(convolution, "LEAST_SQUARE", 0.0)
+    assert float(made.square_norms(identity(tuple(weight.shape)))) == 0.0
+
+
+def test_a_norm_of_minus_infinity_is_not_finite() -> None:
+    """A square norm below zero by rounding, times an infinite one."""
+    piece = Explicit(torch.full((2, 3), 1e10))
+    lot = LotSum(Flat(1.0))
+    lot.add(GradientBatch(2, {"w": piece}, {"w": torch.tensor([-math.inf, 3e20])}), real=2, scale=1.0)
+    assert float(lot.sums["w"].norm()) <= 1.0 and lot.diagnostics.nonfinite == 1
 
 
 # -- empty lots -------------------------------------------------------------------------------------

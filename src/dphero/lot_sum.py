@@ -95,8 +95,8 @@ class LotSum:
             return
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
         stacked = batch.stacked_norms()[:, :real] * (scale * slack) ** 2
+        finite = stacked.sum(0).isfinite()  # before the next line, which would make a 0 of minus infinity
         stacked.clamp_(min=0)  # a square below zero by rounding would make a weight of NaN
-        finite = stacked.sum(0).isfinite()
         keep = None
         if real < batch.rows:
             keep = torch.arange(batch.rows, device=finite.device) < real

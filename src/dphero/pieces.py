@@ -28,7 +28,26 @@ from dphero.geometry import Geometry
 from dphero.precision import products_in
 from dphero.room import Recycled
 
-__all__ = ["Bias", "Explicit", "Outer", "Piece", "Rows", "by_example", "combine", "gram_rounding", "rounding"]
+__all__ = [
+    "LEAST_SQUARE",
+    "Bias",
+    "Explicit",
+    "Outer",
+    "Piece",
+    "Rows",
+    "by_example",
+    "combine",
+    "gram_rounding",
+    "rounding",
+]
+
+
+LEAST_SQUARE = 2.0**-70
+"""What the square norm of a factor counts as at least.
+
+Squares of numbers below 1e-19 lose digits in float32, or vanish, while the other factor may be as large as these are
+small: the product of the two squares would hide an example that is not small at all.
+"""
 
 
 class Piece(ABC):
@@ -117,7 +136,8 @@ class Outer(Piece):
         if geometry.flat is not None:
             return _squares(_whitened(self.instantiate(), geometry))
         if positions == 1:
-            return self.left_squares(geometry.left) * _factor_squares(geometry.right, self.right[:, 0])
+            left, right = self.left_squares(geometry.left), _factor_squares(geometry.right, self.right[:, 0])
+            return left.clamp(min=LEAST_SQUARE) * right.clamp(min=LEAST_SQUARE)
         if positions * (rows + columns) < rows * columns:
             squares, room = self.gram_squares(geometry)
             return squares.clamp_(min=0).add_(room)
@@ -128,7 +148,7 @@ class Outer(Piece):
         left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
         with products_in(left, short=False):
             lefts, rights = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
-        left_trace, right_trace = _trace(lefts), _trace(rights)
+        left_trace, right_trace = (_trace(grams).clamp_(min=LEAST_SQUARE) for grams in (lefts, rights))
         terms, positions = self.left.shape[-1] + self.right.shape[-1], self.left.shape[1]
         if self.has_bias:
             room = left_trace * (positions * gram_rounding(left, positions + self.left.shape[-1]))

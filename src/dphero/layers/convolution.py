@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Piece, gram_rounding, rounding
+from dphero.pieces import LEAST_SQUARE, Explicit, Piece, gram_rounding, rounding
 from dphero.precision import products_in
 from dphero.room import Room
 
@@ -225,7 +225,7 @@ class Convolution(Piece):
             if factor is not None:
                 left = factor.whiten(left)
             lefts = torch.bmm(left, left.transpose(1, 2))
-            traces = [gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (lefts, grams)]
+            traces = [gram.diagonal(dim1=1, dim2=2).sum(1).clamp_(min=LEAST_SQUARE) for gram in (lefts, grams)]
             room = traces[0] * traces[1] * gram_rounding(left, left.shape[1] + self.shape[0] + prod(self.shape[1:]))
             squares.append(grams.mul_(lefts).sum((1, 2)).clamp_(min=0).add_(room))
         return squares[0] if len(squares) == 1 else torch.cat(squares)
