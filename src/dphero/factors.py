@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,11 +18,34 @@ from torch import Tensor
 from dphero.precision import products_in
 from dphero.transfer import to_device
 
-__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times"]
+__all__ = ["Dense", "Diagonal", "Factor", "Lengths", "LowRank", "Scalar", "Singular", "square_norms", "times"]
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
+
+
+class Lengths(NamedTuple):
+    """What the square norms of some vectors are made of: scale * whole^2 - taken^2 (scale 1 and taken 0 where None)."""
+
+    whole: Tensor
+    scale: Tensor | None = None
+    taken: Tensor | None = None
+
+
+def square_norms(lengths: Sequence[Lengths]) -> Tensor:
+    """Returns the square norms, stacked: for many at once, since on few numbers it is operations that take time."""
+    total = torch.stack([each.whole for each in lengths]).square_()
+    first = 0
+    for short, run in groupby(lengths, key=lambda each: each.taken is not None):
+        some = list(run)
+        if short:
+            scale = torch.cat([each.scale for each in some if each.scale is not None])
+            taken = torch.stack([each.taken for each in some if each.taken is not None])
+            scale = scale.view(-1, *[1] * (taken.dim() - 1))
+            total[first : first + len(some)].mul_(scale).addcmul_(taken, taken, value=-1.0)
+        first += len(some)
+    return total
 
 
 class Factor(ABC):
@@ -95,8 +119,12 @@ class Factor(ABC):
 
     def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns ||A^-1 x||^2 summed over `axis`, at least in float32."""
+        return square_norms([self.lengths(x, axis)])[0]
+
+    def lengths(self, x: Tensor, axis: int = -1) -> Lengths:
+        """Returns what ||A^-1 x||^2 is made of, which :func:`square_norms` puts together."""
         with products_in(x, short=False):
-            return torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis).square_()
+            return Lengths(torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis))
 
     def scaled(self, c: float) -> Self:
         """Returns the factor of c A, for c > 0."""
@@ -266,9 +294,11 @@ class LowRank(Factor):
         whole = self.smallest >= s
         roots = [[math.sqrt(x * x - s * s) for x in v], [math.sqrt(t * t - y * y) for y in w]] if whole else []
         outer = [[x - s for x in v], [y - t for y in w], *roots]
-        rows = _sent([v, [y * y - t * t for y in w], *outer], self.basis)
-        self.scales, self._inverse_squares = rows[0], rows[1]
-        turned = (self.basis * rows[2:, None]).unbind()
+        self._room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(self.dtype).eps
+        within = [y * y - t * t for y in w]
+        rows = _sent([v, within, [(1.0 + self._room) * t * t] * len(v), *outer], self.basis)
+        self.scales, self._inverse_squares, self._whole_scale = rows[0], rows[1], rows[2, :1]
+        turned = (self.basis * rows[3:, None]).unbind()
         self._spread, self._gather = turned[:2]
         self._dispersion = turned[2] if whole else None
         self._taken = turned[3] if whole else None
@@ -291,26 +321,24 @@ class LowRank(Factor):
             left, right = (self._spread, self.basis.mT @ x) if axis == -2 else (x @ self.basis, self._spread.mT)
             x.addmm_(left, right, beta=self.rest)
 
-    def square_norm(self, x: Tensor, axis: int = -1) -> Tensor:
-        """Returns ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2: no whitened vector is formed.
+    def lengths(self, x: Tensor, axis: int = -1) -> Lengths:
+        """Returns what ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2 is made of: nothing is whitened.
 
         It is a difference, along a strong direction of much larger terms. So it leaves room for their rounding: a norm
         that is too small would let an example through with more than its share.
         """
-        whitened = None if self._short_norm else super().square_norm(x, axis)
+        whitened = None if self._short_norm else super().lengths(x, axis).whole
         x = self._enter(x, axis)
-        room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(x.dtype).eps
+        whole = torch.linalg.vector_norm(x, dim=axis)
         if whitened is not None:
-            return whitened.sqrt_().add_(torch.linalg.vector_norm(x, dim=axis) * (room / self.rest)).square_()
-        whole = torch.linalg.vector_norm(x, dim=axis).square_().mul_((1.0 + room) * self.rest**-2)
+            return Lengths(whitened.add_(whole * (self._room / self.rest)))
         with products_in(x, short=False):
             if self._taken is not None:  # no direction gets less noise than the rest, so all terms are of one sign
                 inner = x @ self._taken if axis == -1 else times(self._taken.mT, x)
-                taken = torch.linalg.vector_norm(inner, dim=axis)
-                return whole.addcmul_(taken, taken, value=-1.0)
+                return Lengths(whole, self._whole_scale, torch.linalg.vector_norm(inner, dim=axis))
             inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
-        return whole.add_(within)
+        return Lengths(whole.square_().mul_(self._whole_scale[0]).add_(within).clamp_(min=0.0).sqrt_())
 
     def variance(self) -> Tensor:
         """Returns s^2 + sum_i U_i^2 (v_i^2 - s^2)."""

@@ -90,7 +90,10 @@ class Mechanism:
         self._parameters, self._templates, self._event = dict(parameters), templates, event
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
         self._geometry: dict[str, Geometry] = dict(self._identity)
-        self._wanted: dict[str, Any] = {}  # further normals, and the memory for them: see `_further`
+        # further normals, what they were wanted by, and the memory for them: see `_further`
+        self._wanted: dict[str, Any] = {}
+        self._wanted_by: dict[str, Geometry] | None = None
+        self._kinds: dict[str, Any] = {}
         self._normals: tuple[list[Tensor], dict[str, Tensor]] = ([], {})
         self._last: dict[str, Tensor] | None = None
         self._next: dict[str, Geometry] | None = None  # made ahead of its time
@@ -235,12 +238,14 @@ class Mechanism:
 
         It is kept for as long as geometries and parameters are of the same kind.
         """
-        shapes = {name: self.noise_geometry[name].further(p.dtype) for name, p in self._parameters.items()}
-        found = {name: shape for name, shape in shapes.items() if shape is not None}
         kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items()}
-        wanted = {name: (shape, *kinds[name]) for name, shape in found.items()}
-        if wanted != self._wanted:
-            self._wanted, self._normals = wanted, self._room(found)
+        if self._geometry is not self._wanted_by or kinds != self._kinds:
+            shapes = {name: self.noise_geometry[name].further(dtype) for name, (dtype, _) in kinds.items()}
+            found = {name: shape for name, shape in shapes.items() if shape is not None}
+            wanted = {name: (shape, *kinds[name]) for name, shape in found.items()}
+            if wanted != self._wanted:
+                self._wanted, self._normals = wanted, self._room(found)
+            self._wanted_by, self._kinds = self._geometry, kinds
         return self._normals
 
     def _becoming_gradients(self, sums: Mapping[str, Tensor], further: Mapping[str, Tensor]) -> dict[str, Tensor]:

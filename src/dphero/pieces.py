@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dphero.factors import Factor
+from dphero.factors import Factor, Lengths, square_norms
 from dphero.geometry import Geometry
 from dphero.precision import products_in
 from dphero.room import Recycled
@@ -38,6 +38,7 @@ __all__ = [
     "by_example",
     "combine",
     "gram_rounding",
+    "rank_one_norms",
     "rounding",
 ]
 
@@ -121,6 +122,7 @@ class Outer(Piece):
         self._room = room
         self._kept: Tensor | None = None
         self._left_squares: tuple[Factor | None, Tensor] | None = None
+        self._left_lengths: tuple[Factor | None, Lengths] | None = None
         self._left_total: tuple[Tensor, Tensor] | None = None
         self.has_bias = False
         self.rounding = rounding(left)
@@ -136,12 +138,27 @@ class Outer(Piece):
         if geometry.flat is not None:
             return _squares(_whitened(self.instantiate(), geometry))
         if positions == 1:
-            left, right = self.left_squares(geometry.left), _factor_squares(geometry.right, self.right[:, 0])
-            return left.clamp(min=LEAST_SQUARE) * right.clamp(min=LEAST_SQUARE)
+            return rank_one_norms({"": self.lengths(geometry)})[""]
         if positions * (rows + columns) < rows * columns:
             squares, room = self.gram_squares(geometry)
             return squares.clamp_(min=0).add_(room)
         return _squares(_whitened(self.instantiate(), geometry))
+
+    def lengths(self, geometry: Geometry) -> tuple[Lengths, ...]:
+        """Return what the norms of left and right are made of, where g_i is a single product: ``(left, right)``.
+
+        That is all that has to be done while the two are at hand; :func:`rank_one_norms` does the rest. Empty where g_i
+        is a sum, or is not whitened from left and right.
+        """
+        if geometry.flat is not None or self.left.shape[1] != 1:
+            return ()
+        return self.left_lengths(geometry.left), _lengths(geometry.right, self.right[:, 0])
+
+    def left_lengths(self, factor: Factor | None) -> Lengths:
+        """Return what the norms of left, and so those of the layer's bias, are made of."""
+        if self._left_lengths is None or self._left_lengths[0] is not factor:
+            self._left_lengths = (factor, _lengths(factor, self.left[:, 0]))
+        return self._left_lengths[1]
 
     def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
@@ -159,8 +176,7 @@ class Outer(Piece):
     def left_squares(self, factor: Factor | None) -> Tensor:
         """Return ‖L⁻¹ Σ_t left_it‖²: what the layer's bias adds, mostly known already."""
         if self._left_squares is None or self._left_squares[0] is not factor:
-            left = self.left[:, 0] if self.left.shape[1] == 1 else self.left.sum(1)
-            self._left_squares = (factor, _factor_squares(factor, left))
+            self._left_squares = (factor, square_norms([_lengths(factor, self.left.sum(1))])[0])
         return self._left_squares[1]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -208,7 +224,15 @@ class Bias(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None:
             return _squares(_whitened(self.instantiate(), geometry))
+        if lengths := self.lengths(geometry):
+            return rank_one_norms({"": lengths})[""]
         return self.outer.left_squares(geometry.left)
+
+    def lengths(self, geometry: Geometry) -> tuple[Lengths, ...]:
+        """Return what the norms are made of, beside a single product: ``(left,)``. See :meth:`Outer.lengths`."""
+        if geometry.flat is not None or self.outer.left.shape[1] != 1:
+            return ()
+        return (self.outer.left_lengths(geometry.left),)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.outer.weighted_left_sum(weights)
@@ -300,6 +324,25 @@ class _Tied(Piece):
         return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
 
 
+def rank_one_norms(lengths: Mapping[str, tuple[Lengths, ...]]) -> dict[str, Tensor]:
+    """Return square norms that are products of those of the factors, by name: all in a few operations.
+
+    Args:
+        lengths: Name to what the norms of its one or two factors are made of. Those of one layer share a factor.
+    """
+    pairs = {name: each for name, each in lengths.items() if len(each) == 2}
+    factors = [*(left for left, _ in pairs.values()), *(right for _, right in pairs.values())]
+    known = set(map(id, factors))
+    factors += [each[0] for each in lengths.values() if id(each[0]) not in known]
+    squares = square_norms(factors).clamp_(min=LEAST_SQUARE)
+    products = squares[: len(pairs)] * squares[len(pairs) : 2 * len(pairs)]
+    alone, together = (
+        dict(zip(map(id, factors), squares.unbind(), strict=True)),
+        dict(zip(pairs, products.unbind(), strict=True)),
+    )
+    return {name: together[name] if name in pairs else alone[id(each[0])] for name, each in lengths.items()}
+
+
 def gram_rounding(x: Tensor, terms: int) -> float:
     """Return the relative rounding error to allow for in a Gram norm over this many terms.
 
@@ -379,5 +422,5 @@ def _apply(factor: Factor | None, x: Tensor) -> Tensor:
     return x if factor is None else factor.whiten(x)
 
 
-def _factor_squares(factor: Factor | None, x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1).square() if factor is None else factor.square_norm(x)
+def _lengths(factor: Factor | None, x: Tensor) -> Lengths:
+    return Lengths(torch.linalg.vector_norm(x, dim=-1)) if factor is None else factor.lengths(x)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dphero.factors import Lengths
 from dphero.geometry import Geometry
-from dphero.pieces import Explicit, Piece, combine
+from dphero.pieces import Bias, Explicit, Outer, Piece, combine, rank_one_norms
 from dphero.pooling import pool
 
 __all__ = ["GradientBatch", "PieceMaker", "Tape"]
@@ -87,6 +88,7 @@ class Tape:
         self._arrived: dict[str, list[Piece]] = defaultdict(list)
         self._ready: dict[str, tuple[Piece, Tensor]] = {}
         self._small: dict[str, Tensor] = {}
+        self._single: dict[str, tuple[Piece, tuple[Lengths, ...]]] = {}
         self._late: list[Callable[[], None]] = []
         self._whole: GradientBatch | None = None
 
@@ -140,8 +142,13 @@ class Tape:
     def _take(self, name: str, piece: Piece) -> None:
         if isinstance(piece, Explicit) and piece.shape.numel() <= _SMALL:
             self._small[name] = piece.gradients
+            return
+        geometry = self._geometry[name]
+        lengths = piece.lengths(geometry) if isinstance(piece, Outer | Bias) else ()
+        if lengths and len(lengths[0].whole) == self.rows:
+            self._single[name] = (piece, lengths)
         else:
-            self._ready[name] = (piece, piece.square_norms(self._geometry[name]))
+            self._ready[name] = (piece, piece.square_norms(geometry))
 
     def settle(self, batch: GradientBatch) -> None:
         """Take all gradients at once, from a recording of this pass."""
@@ -160,7 +167,10 @@ class Tape:
                 self._take(name, combine(pieces))
             if self._small:
                 self._ready.update(pool(self._small, self._geometry))
-        ready, self._ready, self._small = self._ready, {}, {}
+            if self._single:
+                norms = rank_one_norms({name: lengths for name, (_, lengths) in self._single.items()})
+                self._ready.update((name, (piece, norms[name])) for name, (piece, _) in self._single.items())
+        ready, self._ready, self._small, self._single = self._ready, {}, {}, {}
         self._arrived.clear()
         self.done = True
         batch, self._whole = self._whole, None
