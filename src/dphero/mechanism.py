@@ -147,7 +147,7 @@ class Mechanism:
         blocks = tuple(
             Block(
                 name=name,
-                value=parameter.detach(),
+                value=parameter,
                 gradient=self._last[name] if self._last is not None else None,
                 geometry=self._geometry[name],
                 **self._templates[name],

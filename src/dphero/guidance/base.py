@@ -58,6 +58,11 @@ class Block:
         """Whether it is a weight with rows and columns of its own."""
         return not self.plain and self.shares is None and self.value.dim() >= 2 and self.value.numel() > 0
 
+    def length(self, axis: Axis) -> int:
+        """Returns how many rows `matrix` has."""
+        rows = self.value.shape[0]
+        return rows if axis == "rows" else self.value.numel() // rows
+
     def matrix(self, axis: Axis) -> Tensor:
         """Returns the value as a matrix whose rows run along `axis` (a view where possible)."""
         return as_matrix(self.value, axis)

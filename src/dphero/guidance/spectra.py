@@ -25,6 +25,7 @@ from dphero.guidance.subspace import Iterations, Ritz, Solved, Start
 from dphero.transfer import Fetched, sent
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="dphero-spectra")
+_FEW = 128  # rows of a matrix up to which it is decomposed in float64: that takes no longer, and U is orthonormal then
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,13 +138,17 @@ class _Decomposed(NamedTuple):
 
 
 def _decomposed(gram: Tensor) -> _Decomposed:
-    values, basis = torch.linalg.eigh(gram)
-    return _Decomposed(values, basis, orthonormality_defect(basis))
+    if gram.dtype == torch.float64 or len(gram) > _FEW:
+        values, basis = torch.linalg.eigh(gram)
+        return _Decomposed(values.double(), basis, orthonormality_defect(basis))
+    values, wide = torch.linalg.eigh(gram.double())
+    basis = wide.to(gram.dtype)  # rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps
+    return _Decomposed(values, basis, 2.0 * torch.finfo(basis.dtype).eps)
 
 
 def _resolved(found: _Decomposed, basis: Tensor, name: str, rounding: int) -> Spectrum:
-    error = torch.finfo(found.values.dtype).eps * rounding * float(found.values[-1])
-    values = functional.threshold(found.values.double(), max(error, 0.0), 0.0)
+    error = torch.finfo(basis.dtype).eps * rounding * float(found.values[-1])
+    values = functional.threshold(found.values, max(error, 0.0), 0.0)
     return Spectrum(name, values, basis, len(values), float(values.sum()), defect=found.defect)
 
 
@@ -192,13 +197,13 @@ def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bo
             )
         # A model that is all zeros knows nothing: isotropic.
         values, rest = (s.values / mean, s.rest / mean) if mean > 0 else (torch.ones_like(s.values), 1.0)
-        scales = _power(values + floor, exponent)
+        scales = _power(values.add_(floor), exponent)
         raised.append((scales, (rest + floor) ** exponent if len(values) < s.size else 0.0))
     power = 0.0
     for s, (scales, rest) in zip(spectra, raised, strict=True):
         power += s.copies * (float(scales.square().sum()) + (s.size - len(scales)) * rest**2)
     unit = math.sqrt(count / power) if power > 0.0 else 1.0
-    return [_factor(s, scales * unit, rest * unit) for s, (scales, rest) in zip(spectra, raised, strict=True)]
+    return [_factor(s, scales * unit, rest * unit, bare) for s, (scales, rest) in zip(spectra, raised, strict=True)]
 
 
 def _power(x: Tensor, exponent: float) -> Tensor:
@@ -208,11 +213,11 @@ def _power(x: Tensor, exponent: float) -> Tensor:
     return x.sqrt() if exponent == 0.5 else x**exponent
 
 
-def _factor(spectrum: Spectrum, scales: Tensor, rest: float) -> Factor:
+def _factor(spectrum: Spectrum, scales: Tensor, rest: float, bare: bool) -> Factor:
     try:
         if spectrum.basis is None:
             return Diagonal(scales)
-        if len(scales) == spectrum.size and float(scales.min()) == 0.0:
+        if bare and len(scales) == spectrum.size and float(scales.min()) == 0.0:
             return Singular(spectrum.basis, scales)
         if len(scales) == spectrum.size:
             return Dense(spectrum.basis, scales, defect=spectrum.defect)

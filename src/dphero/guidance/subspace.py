@@ -175,19 +175,22 @@ def _sweep(matrix: Tensor, basis: Tensor) -> Tensor:
 
 def _solved(side: str, size: int, outer: Tensor, inner: Tensor, totals: list[float]) -> list[Solved]:
     """Solves what is small, for stacks of Q^T Q and Z Z^T, or of X^T X twice; `size` is k at most."""
-    eye = torch.eye(outer.shape[-1], dtype=outer.dtype)
-    finite = inner.sum((1, 2)).isfinite()
-    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(torch.where(finite[:, None, None], inner, eye)))
+    finite = [math.isfinite(each) for each in inner.sum((1, 2)).tolist()]
+    if not all(finite):  # what stands in their place is of no use, and does no harm
+        inner = torch.where(torch.tensor(finite)[:, None, None], inner, torch.eye(inner.shape[-1], dtype=inner.dtype))
+    values, vectors = (each.flip(-1) for each in torch.linalg.eigh(inner))
     least = values[:, :1].clamp_min(torch.finfo(torch.float32).tiny) * torch.finfo(torch.float32).eps ** 2
     scaled = vectors * values.maximum(least).rsqrt()[:, None]
     # What products and `eigh` round, relative to the longest columns.
-    error = torch.full_like(values[:, 0], _ROUNDINGS * math.sqrt(size) * len(eye) * torch.finfo(eye.dtype).eps)
+    rounded = _ROUNDINGS * math.sqrt(size) * inner.shape[-1] * torch.finfo(inner.dtype).eps
     if side == "left":
-        error += (vectors.mT @ outer @ vectors - eye).abs().amax((1, 2))
+        grams = vectors.mT @ outer @ vectors
+        grams.diagonal(dim1=1, dim2=2).sub_(1.0)
+        errors = [rounded + each for each in grams.abs().amax((1, 2)).tolist()]
     else:
-        error *= values[:, 0] / values[:, -1].clamp_min(0.0)
-    errors = torch.where(finite & (error < _MOST_ERROR), error, torch.nan).tolist()
-    return [Solved(*each) for each in zip(values, vectors, scaled, errors, totals, strict=True)]
+        errors = [rounded * each[0] / each[-1] if each[-1] > 0.0 else math.inf for each in values.tolist()]
+    known = [error if good and error < _MOST_ERROR else math.nan for error, good in zip(errors, finite, strict=True)]
+    return [Solved(*each) for each in zip(values, vectors, scaled, known, totals, strict=True)]
 
 
 def _by_qr(matrix: Tensor, start: Start) -> Ritz:

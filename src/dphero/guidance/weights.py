@@ -137,7 +137,7 @@ class PCA:
     def _axes(self, released: Released, side: str) -> list[tuple[Block, Axis]]:
         # One axis of a weight of one row or column is a number: alone, it normalises to 1.
         axes = [(b, _axis(b, side)) for b in released.blocks if b.has_matrix]
-        return [(b, axis) for b, axis in axes if self.scope == "model" or len(b.matrix(axis)) > 1]
+        return [(b, axis) for b, axis in axes if self.scope == "model" or b.length(axis) > 1]
 
     def _search(self, axes: Sequence[tuple[Block, Axis]]) -> spectra.Search:
         return spectra.Search([self._wanted(*each) for each in axes])
