@@ -5,6 +5,7 @@ On a CPU a stand-in records operations as a CUDA graph does: what ran once runs 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -451,3 +452,31 @@ def test_a_live_geometry_notices_another_form() -> None:
     for left in (None, FACTORS["dense"](), LowRank(orthonormal(6, 3), torch.rand(3) + 0.5, 1.0)):
         assert not live.follow({"w": Geometry((6, 4), left=left)})
     assert live.follow({"w": Geometry((6, 4), left=FACTORS["low rank"]())})
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_while_a_pass_is_recorded() -> None:
+    """An earlier recording that nobody needs any more may lie in a cycle; to free it spoils one that is being made."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, earlier = torch.ones(3, device=device), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x + 1
+        earlier.append(graph)
+    del graph
+
+    def work() -> Tensor:
+        while earlier:
+            cycle: list[Any] = [earlier.pop()]
+            cycle.append(cycle)
+        del cycle
+        many = [[] for _ in range(100_000)]  # type: ignore[var-annotated]
+        assert many
+        return x + 1
+
+    replay, found = recording.Pool(device).record(work)
+    assert gc.isenabled()
+    x.fill_(2.0)
+    replay()
+    assert found.tolist() == [3.0] * 3

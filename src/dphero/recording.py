@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,7 +48,7 @@ class Pool:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on meanwhile (one that pins memory for a loader, say).
         way = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self.device), way:
+        with _no_collection(), torch.cuda.device(self.device), way:
             if self._room > 0:
                 torch.empty(self._room, dtype=torch.uint8, device=self.device)  # free again, and in the pool
                 self._room = 0
@@ -57,6 +59,18 @@ class Pool:
                 graph.replay()
 
         return replay, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage where it is: to free an earlier recording that lies in it would spoil the one made now."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass
