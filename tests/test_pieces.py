@@ -14,7 +14,7 @@ from dphero import pieces as module
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry import Geometry
 from dphero.layers.convolution import conv_piece, convolution_arguments
-from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine
+from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine, rank_one_norms
 
 KINDS = ["outer", "rows", "explicit"]
 seeds = st.integers(0, 10_000)
@@ -128,6 +128,26 @@ def test_a_bias_beside_its_weight(
     if weight_first:
         outer.square_norms(Geometry((rows, columns), shape.left))
     agree(bias, left.reshape(n, -1, rows).sum(1), shape)
+
+
+@settings(max_examples=60)
+@given(sizes, st.lists(st.tuples(sizes, sizes, factors, factors, st.booleans(), st.booleans()), min_size=1), seeds)
+def test_layers_of_one_position_together(n: int, layers: list, seed: int) -> None:
+    """Each norm is what it is alone, whatever stands beside it: weights, their biases, biases of frozen weights."""
+    torch.manual_seed(seed)
+    found, expected = {}, {}
+    for number, (rows, columns, left, right, has_weight, shares) in enumerate(layers):
+        outer, gradients = piece("outer", n, 1, rows, columns)
+        assert isinstance(outer, Outer)
+        shape = geometry(outer.shape, (left, right, None))
+        beside = Geometry((rows,), shape.left if shares else factor(left, rows))
+        if has_weight:
+            found[f"{number}.weight"] = outer.lengths(shape)
+            expected[f"{number}.weight"] = shape.whiten(gradients).flatten(1).square().sum(1)
+        found[f"{number}.bias"] = Bias(outer).lengths(beside)
+        expected[f"{number}.bias"] = beside.whiten(outer.left[:, 0]).square().sum(1)
+    for name, norms in rank_one_norms(found).items():
+        torch.testing.assert_close(norms, expected[name])
 
 
 @settings(max_examples=40)

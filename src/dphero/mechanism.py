@@ -90,10 +90,7 @@ class Mechanism:
         self._parameters, self._templates, self._event = dict(parameters), templates, event
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
         self._geometry: dict[str, Geometry] = dict(self._identity)
-        # further normals, what they were wanted by, and the memory for them: see `_further`
-        self._wanted: dict[str, Any] = {}
-        self._wanted_by: dict[str, Geometry] | None = None
-        self._kinds: dict[str, Any] = {}
+        self._wanted_by: tuple[Any, ...] = ()  # further normals, and the memory for them: see `_further`
         self._normals: tuple[list[Tensor], dict[str, Tensor]] = ([], {})
         self._last: dict[str, Tensor] | None = None
         self._next: dict[str, Geometry] | None = None  # made ahead of its time
@@ -236,16 +233,13 @@ class Mechanism:
     def _further(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return memory for the further normals that some geometries shape their noise with: whole, and cut for each.
 
-        It is kept for as long as geometries and parameters are of the same kind.
+        It is kept for as long as the geometries are the same, and the parameters where and as they were.
         """
         kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items()}
-        if self._geometry is not self._wanted_by or kinds != self._kinds:
+        if not self._wanted_by or self._wanted_by[0] is not self._geometry or self._wanted_by[1] != kinds:
             shapes = {name: self.noise_geometry[name].further(dtype) for name, (dtype, _) in kinds.items()}
-            found = {name: shape for name, shape in shapes.items() if shape is not None}
-            wanted = {name: (shape, *kinds[name]) for name, shape in found.items()}
-            if wanted != self._wanted:
-                self._wanted, self._normals = wanted, self._room(found)
-            self._wanted_by, self._kinds = self._geometry, kinds
+            self._normals = self._room({name: shape for name, shape in shapes.items() if shape is not None})
+            self._wanted_by = (self._geometry, kinds)
         return self._normals
 
     def _becoming_gradients(self, sums: Mapping[str, Tensor], further: Mapping[str, Tensor]) -> dict[str, Tensor]:

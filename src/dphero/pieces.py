@@ -336,10 +336,8 @@ def rank_one_norms(lengths: Mapping[str, tuple[Lengths, ...]]) -> dict[str, Tens
     factors += [each[0] for each in lengths.values() if id(each[0]) not in known]
     squares = square_norms(factors).clamp_(min=LEAST_SQUARE)
     products = squares[: len(pairs)] * squares[len(pairs) : 2 * len(pairs)]
-    alone, together = (
-        dict(zip(map(id, factors), squares.unbind(), strict=True)),
-        dict(zip(pairs, products.unbind(), strict=True)),
-    )
+    alone = dict(zip(map(id, factors), squares.unbind(), strict=True))
+    together = dict(zip(pairs, products.unbind(), strict=True))
     return {name: together[name] if name in pairs else alone[id(each[0])] for name, each in lengths.items()}
 
 
