@@ -276,7 +276,7 @@ def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, 
         factor = Dense(basis(size, size, 1, torch.float64), torch.linspace(0.7, 2.5, size, dtype=torch.float64))
     geometry, wanted = Geometry(shape, **{side: factor}), 2 if kind == "LowRank" else size
     further = geometry.further(torch.float64)
-    assert further == ((wanted, columns) if side == "left" else (rows, wanted))
+    assert further == ((wanted,) if len(shape) == 1 else (wanted, columns) if side == "left" else (rows, wanted))
     images = []
     for total, place in ((rows * columns, 0), (math.prod(further), 1)):
         for unit in torch.eye(total, dtype=torch.float64):

@@ -102,15 +102,18 @@ class Factor(ABC):
         s is the smallest singular value, and s^2 I + D D^T = A A^T.
 
         Args:
-            x: a matrix of standard normals, in the precision that `further` was asked about.
+            x: a matrix, or a vector, of standard normals, in the precision that `further` was asked about.
             further: independent standard normals: x's shape with `further()` in place of `size` along `axis`.
             axis: -1 or -2.
             started: x has deviation s already. What it holds besides noise then stays as it is.
         """
         assert self._dispersion is not None
         start = 1.0 if started else self.smallest  # a CPU takes longer for any factor but 1
-        left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
         with products_in(x, short=False):  # as in `act`
+            if x.dim() == 1:
+                x.addmv_(self._dispersion, further, beta=start)
+                return
+            left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
             x.addmm_(left, right, beta=start)
 
     def whiten(self, x: Tensor, axis: int = -1) -> Tensor:

@@ -98,7 +98,7 @@ class Geometry:
             if self.right is not None:
                 self.right.colour_(matrix)
 
-    def further(self, dtype: torch.dtype) -> tuple[int, int] | None:
+    def further(self, dtype: torch.dtype) -> tuple[int, ...] | None:
         """Returns the shape of the further normals with which `disperse_` is cheaper than `colour_`, else None."""
         factor = self.left or self.right
         if factor is None or self.flat is not None or (self.left is not None and self.right is not None):
@@ -106,6 +106,8 @@ class Geometry:
         wanted = factor.further(dtype)
         if not wanted or (wanted == factor.size and self.rows * self.columns > _FEW):
             return None
+        if len(self.shape) == 1:
+            return (wanted,)
         return (wanted, self.columns) if factor is self.left else (self.rows, wanted)
 
     def disperse_(self, z: Tensor, further: Tensor, *, started: bool = False) -> None:
@@ -113,7 +115,7 @@ class Geometry:
 
         With `started`, z has deviation `smallest` already, and what it holds besides stays as it is.
         """
-        matrix = z.view(self.rows, self.columns)
+        matrix = z if z.dim() in (1, 2) else z.view(self.rows, self.columns)
         if self.left is not None:
             self.left.disperse_(matrix, further, axis=-2, started=started)
         else:
