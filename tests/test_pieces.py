@@ -14,7 +14,8 @@ from dphero import pieces as module
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry import Geometry
 from dphero.layers.convolution import conv_piece, convolution_arguments
-from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine, rank_one_norms
+from dphero.lengths import rank_one_norms
+from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine
 
 KINDS = ["outer", "rows", "explicit"]
 seeds = st.integers(0, 10_000)

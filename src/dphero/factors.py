@@ -9,43 +9,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from dphero.lengths import Lengths, square_norms
 from dphero.precision import products_in
 from dphero.transfer import to_device
 
-__all__ = ["Dense", "Diagonal", "Factor", "Lengths", "LowRank", "Scalar", "Singular", "square_norms", "times"]
+__all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times"]
 
 _TOLERANCE = 1e-4  # relative error allowed in whiten(colour(x)) == x
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
-
-
-class Lengths(NamedTuple):
-    """What the square norms of some vectors are made of: scale * whole^2 - taken^2 (scale 1 and taken 0 where None)."""
-
-    whole: Tensor
-    scale: Tensor | None = None
-    taken: Tensor | None = None
-
-
-def square_norms(lengths: Sequence[Lengths]) -> Tensor:
-    """Returns the square norms, stacked: for many at once, since on few numbers it is operations that take time."""
-    total = torch.stack([each.whole for each in lengths]).square_()
-    first = 0
-    for short, run in groupby(lengths, key=lambda each: each.taken is not None):
-        some = list(run)
-        if short:
-            scale = torch.cat([each.scale for each in some if each.scale is not None])
-            taken = torch.stack([each.taken for each in some if each.taken is not None])
-            scale = scale.view(-1, *[1] * (taken.dim() - 1))
-            total[first : first + len(some)].mul_(scale).addcmul_(taken, taken, value=-1.0)
-        first += len(some)
-    return total
 
 
 class Factor(ABC):

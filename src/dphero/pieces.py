@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dphero.factors import Factor, Lengths, square_norms
+from dphero.factors import Factor
 from dphero.geometry import Geometry
+from dphero.lengths import LEAST_SQUARE, Lengths, rank_one_norms, square_norms
 from dphero.precision import products_in
 from dphero.room import Recycled
 
 __all__ = [
-    "LEAST_SQUARE",
     "Bias",
     "Explicit",
     "Outer",
@@ -38,17 +38,8 @@ __all__ = [
     "by_example",
     "combine",
     "gram_rounding",
-    "rank_one_norms",
     "rounding",
 ]
-
-
-LEAST_SQUARE = 2.0**-70
-"""What the square norm of a factor counts as at least.
-
-Squares of numbers below 1e-19 lose digits in float32, or vanish, while the other factor may be as large as these are
-small: the product of the two squares would hide an example that is not small at all.
-"""
 
 
 class Piece(ABC):
@@ -322,23 +313,6 @@ class _Tied(Piece):
 
     def take(self, keep: Tensor) -> _Tied:
         return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
-
-
-def rank_one_norms(lengths: Mapping[str, tuple[Lengths, ...]]) -> dict[str, Tensor]:
-    """Return square norms that are products of those of the factors, by name: all in a few operations.
-
-    Args:
-        lengths: Name to what the norms of its one or two factors are made of. Those of one layer share a factor.
-    """
-    pairs = {name: each for name, each in lengths.items() if len(each) == 2}
-    factors = [*(left for left, _ in pairs.values()), *(right for _, right in pairs.values())]
-    known = set(map(id, factors))
-    factors += [each[0] for each in lengths.values() if id(each[0]) not in known]
-    squares = square_norms(factors).clamp_(min=LEAST_SQUARE)
-    products = squares[: len(pairs)] * squares[len(pairs) : 2 * len(pairs)]
-    alone = dict(zip(map(id, factors), squares.unbind(), strict=True))
-    together = dict(zip(pairs, products.unbind(), strict=True))
-    return {name: together[name] if name in pairs else alone[id(each[0])] for name, each in lengths.items()}
 
 
 def gram_rounding(x: Tensor, terms: int) -> float:

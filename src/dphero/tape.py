@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.factors import Lengths
 from dphero.geometry import Geometry
-from dphero.pieces import Bias, Explicit, Outer, Piece, combine, rank_one_norms
+from dphero.lengths import Lengths, rank_one_norms
+from dphero.pieces import Bias, Explicit, Outer, Piece, combine
 from dphero.pooling import pool
 
 __all__ = ["GradientBatch", "PieceMaker", "Tape"]

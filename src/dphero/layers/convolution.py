@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from dphero.factors import Factor
 from dphero.geometry import Geometry
 from dphero.layers.registry import register
-from dphero.pieces import LEAST_SQUARE, Explicit, Piece, gram_rounding, rounding
+from dphero.lengths import LEAST_SQUARE
+from dphero.pieces import Explicit, Piece, gram_rounding, rounding
 from dphero.precision import products_in
 from dphero.room import Room
 
