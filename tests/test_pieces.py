@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dphero import pieces as module
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
-from dphero.geometry import Geometry
+from dphero.geometry import Geometry, identity
 from dphero.layers.convolution import conv_piece, convolution_arguments
 from dphero.lengths import rank_one_norms
 from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine
+from dphero.tape import GradientBatch, Tape
 
 KINDS = ["outer", "rows", "explicit"]
 seeds = st.integers(0, 10_000)
@@ -149,6 +150,25 @@ def test_layers_of_one_position_together(n: int, layers: list, seed: int) -> Non
         expected[f"{number}.bias"] = beside.whiten(outer.left[:, 0]).square().sum(1)
     for name, norms in rank_one_norms(found).items():
         torch.testing.assert_close(norms, expected[name])
+
+
+@pytest.mark.parametrize("kind", [Explicit, Outer])
+def test_a_piece_with_norms_of_its_own_is_asked_for_them(kind: type) -> None:
+    """A user's piece may allow for more than the kind that it is made from."""
+
+    class Careful(kind):  # type: ignore[misc]
+        def square_norms(self, geometry: Geometry) -> Tensor:
+            return super().square_norms(geometry) + 9.0
+
+    left, right = randn(4, 3), randn(4, 5)
+    made = Careful(left, right) if kind is Outer else Careful(torch.einsum("nk,nm->nkm", left, right))
+    found: list[GradientBatch] = []
+    tape = Tape(4, {"w": identity((3, 5))}, found.append)
+    tape.expect(["w"])
+    tape.deliver("w", made)
+    tape._finish()
+    expected = left.square().sum(1) * right.square().sum(1) + 9.0
+    torch.testing.assert_close(found[0].square_norms["w"], expected)
 
 
 @settings(max_examples=40)
