@@ -226,9 +226,9 @@ def fast_transform(radii, angles, kind=np.int32) -> np.ndarray:
     words = np.zeros((2, n + -n % 64), dtype=kind)
     words[:, :n] = radii, angles
     out = torch.full((words.size,), math.nan, dtype=torch.float32 if kind == np.int32 else torch.float64)
-    tiny, scratch = torch.tensor(2.0 ** (-8 * words.itemsize), dtype=out.dtype), out.new_empty(3, words.shape[1])
+    tiny, numbers = torch.tensor(2.0 ** (-8 * words.itemsize), dtype=out.dtype), out.new_empty(3, words.shape[1])
     where = (0, words.size, [out], [words.size], [False], [1.0])
-    pairs.chunk_maker()(torch.from_numpy(words.ravel()), tiny, scratch, *where)
+    pairs.chunk_maker()(torch.from_numpy(words), numbers, tiny, *where)
     return out.numpy().reshape(2, -1)[:, :n]
 
 
@@ -594,6 +594,13 @@ def test_torch_compiles_the_transform_and_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert pairs.chunk_maker.__wrapped__() is not pairs.make_chunk
+
+
+def test_compiling_leaves_the_compiler_as_it_was():
+    for mode in (False, True):  # last, as it is by default
+        torch._C._jit_set_profiling_mode(mode)
+        pairs.chunk_maker.__wrapped__()
+        assert torch._C._jit_set_profiling_mode(True) is mode
 
 
 def test_noise_goes_on_where_torch_cannot_compile(monkeypatch, caplog):

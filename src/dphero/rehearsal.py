@@ -6,6 +6,7 @@ the examples, are not those of autograd is found out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,9 +67,10 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
     tolerance = _SHORT_TOLERANCE if short else _TOLERANCE
     if any(_difference(plain(x), y) > tolerance for x, y in zip(out, expected_out, strict=True)):
         raise ValueError("the tapped model computes another output than the model itself: a registered rule is wrong")
-    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-    for name, (label, parameter) in owners.items():
-        pair = (found.get(name, torch.zeros_like(parameter)), expected.get(name, torch.zeros_like(parameter)))
+    largest = max(map(_largest, expected.values()), default=0.0)
+    for name, (label, parameter) in owners.items():  # one at a time: a gradient is as large as its parameter
+        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        pair = (_sum(found, name, zero), expected.pop(name, zero))
         if _difference(*pair, floor=1e-3 * largest) > tolerance:
             raise ValueError(
                 f"parameter {name!r} of {label}: the taps found another gradient than autograd. Its layer rule is "
@@ -78,8 +80,8 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
 
 def _tapped(
     taps: Taps, plan: Plan, call: Arguments, rows: int, parameters: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the gradients that the taps find, added up over the examples, and the outputs."""
+) -> tuple[list[GradientBatch], list[Tensor]]:
+    """Return the gradients that the taps find (none, or one batch of them), and the outputs."""
     found: list[GradientBatch] = []
     tape = Tape(rows, {name: identity(tuple(p.shape)) for name, p in parameters.items()}, found.append)
     out = _floats(taps.run(plan, tape, *call))
@@ -90,12 +92,15 @@ def _tapped(
             objective.backward()
     finally:
         taps.tape = before
-    sums = {
-        name: piece.weighted_sum(torch.ones_like(batch.square_norms[name]))
-        for batch in found
-        for name, piece in batch.pieces.items()
-    }
-    return sums, out
+    return found, out
+
+
+def _sum(found: list[GradientBatch], name: str, default: Tensor) -> Tensor:
+    """Return the gradient of a parameter added up over the examples, and let go of what it was made from."""
+    for batch in found:
+        if name in batch.pieces:
+            return batch.pieces.pop(name).weighted_sum(torch.ones_like(batch.square_norms[name]))
+    return default
 
 
 def _gradients(objective: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -122,8 +127,13 @@ def _difference(first: Tensor, second: Tensor, floor: float = 0.0) -> float:
     """Return the largest difference, relative to the largest entry; zero where numbers are not finite."""
     if first.shape != second.shape:
         return float("inf")
-    if not first.numel() or not (first.isfinite().all() and second.isfinite().all()):
+    size = _largest(second)
+    if not (math.isfinite(_largest(first)) and math.isfinite(size)):
         return 0.0
-    scale = max(float(second.detach().abs().max()), floor)
-    gap = float((first.detach() - second.detach()).abs().max())
+    scale, gap = max(size, floor), _largest(first.detach() - second.detach())
     return gap / scale if scale else gap
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest absolute value, NaN if there is one; without the memory that ``abs`` takes."""
+    return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0

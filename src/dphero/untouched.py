@@ -110,7 +110,7 @@ def same(first: Tensor, second: Tensor) -> bool:
     """Tell whether two tensors are equal, NaN where NaN is."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return bool(((first == second) | ((first != first) & (second != second))).all())
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def _tensors(table: dict[str, Tensor | None]) -> list[Tensor]:

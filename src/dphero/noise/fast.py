@@ -170,11 +170,10 @@ class _Lane:
         self._key = b""
         self._cipher: CipherContext
         self._width = dtype.itemsize
-        stream = bytearray(self._width * _FAST_CHUNK + 15)  # the cipher wants 15 spare bytes at the end
-        self._stream = memoryview(stream)
-        self._words = torch.frombuffer(stream, dtype=_WORDS[dtype], count=_FAST_CHUNK)
         pairs = _FAST_CHUNK // 2
-        self._scratch = torch.empty(3, pairs + _STAGGER, dtype=dtype, device="cpu")[:, :pairs]
+        self._numbers = torch.empty(3, pairs + _STAGGER, dtype=dtype, device="cpu")
+        self._words = self._numbers[:2].view(_WORDS[dtype])
+        self._streams = [memoryview(row.numpy()).cast("B") for row in self._words]
         self._tiny = torch.tensor(2.0 ** (-8 * self._width), dtype=dtype, device="cpu")
         self._make = chunk_maker()
 
@@ -189,9 +188,10 @@ class _Lane:
         self._encrypt(release, counter, words * self._width)
         some = slice(bisect_right(ends, start), bisect_left(ends, stop) + 1)
         lists = (whole.tensors[some], ends[some], whole.keeps[some], whole.stds[some])
-        self._make(self._words, self._tiny, self._scratch, start, stop, *lists)
+        self._make(self._words, self._numbers, self._tiny, start, stop, *lists)
 
     def _encrypt(self, release: int, counter: int, size: int) -> None:
-        """Put `size` bytes of the key stream, from `counter` on, in the buffer."""
+        """Put `size` bytes of the key stream, from `counter` on, in the two rows of words, half in each."""
         self._cipher.reset_nonce(release.to_bytes(8, "big") + counter.to_bytes(8, "big"))
-        self._cipher.update_into(_ZEROS[:size], self._stream)
+        for stream in self._streams:  # longer than this: the cipher wants 15 spare bytes
+            self._cipher.update_into(_ZEROS[: size // 2], stream)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 def make_chunk(
     words: Tensor,
+    numbers: Tensor,
     tiny: Tensor,
-    scratch: Tensor,
     start: int,
     stop: int,
     targets: list[Tensor],
@@ -40,9 +41,9 @@ def make_chunk(
     vector differently.
 
     Args:
-        words: Words for the radii of all pairs, then words for their angles.
-        tiny: 2⁻ᵇ, in the type of the normals.
-        scratch: Three rows of that type, for radii, sines and cosines.
+        words: A row of words for the radii of all pairs, and one for their angles; used up.
+        numbers: The same memory, taken for numbers of the normals' type, which has b bits as well; and a third row.
+        tiny: 2⁻ᵇ, in that type.
         start: Where in the concatenation of all targets the normals belong,
         stop: and where they end.
         targets: Contiguous tensors of that type, to be overwritten or added to.
@@ -52,9 +53,9 @@ def make_chunk(
     """
     unit, pairs = float(tiny), (stop - start + 1) // 2
     pairs += -pairs % 64
-    used = scratch.narrow(1, 0, pairs)
+    used = numbers.narrow(1, 0, pairs)
     radius, sine, cosine = used[0], used[1], used[2]
-    used.narrow(0, 0, 2).copy_(words.narrow(0, 0, 2 * pairs).view(2, pairs))
+    used.narrow(0, 0, 2).copy_(words.narrow(1, 0, pairs))  # each in its own place
     torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
     radius.pow_(-2).log_().sqrt_()
     sine.mul_(6.283185307179586 * unit)  # the angle, so far
@@ -78,9 +79,29 @@ def make_chunk(
 @cache
 def chunk_maker() -> Callable[..., None]:
     """Return :func:`make_chunk`, compiled if torch can do that."""
-    try:  # from its source, as this way torch warns of nothing
-        compiled: Callable[..., None] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
+    try:
+        with _unwatched():
+            # from its source, as this way torch warns of nothing
+            compiled: Callable[..., None] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
+            words = torch.zeros(2, 64, dtype=torch.int32, device="cpu")
+            numbers, tiny = torch.empty(3, 64, device="cpu"), torch.tensor(2.0**-32, device="cpu")
+            compiled(words, numbers, tiny, 0, 128, [torch.empty(128, device="cpu")], [128], [False], [1.0])
     except Exception as error:
         logger.info("Noise is drawn more slowly, as torch could not compile its transform: %s", error)
         return make_chunk
     return compiled
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Let functions that are called here for the first time run as they are, now and later.
+
+    Else torch's compiler watches each thread's first call, to learn types that it can make no use of here. That takes
+    tens of milliseconds, and megabytes.
+    """
+    switch = getattr(torch._C, "_jit_set_profiling_mode", lambda value: value)
+    before = switch(False)
+    try:
+        yield
+    finally:
+        switch(before)
