@@ -22,7 +22,7 @@ from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
 from dphero.factors import Scalar
 from dphero.geometry import Geometry, identity
-from dphero.guidance import PCA, History, Isotropic, Released, weights
+from dphero.guidance import PCA, Block, History, Isotropic, Released, weights
 from dphero.mechanism import Mechanism
 from tests.trainer import Training, network, training
 
@@ -502,9 +502,23 @@ def test_guidance_may_begin_one_lot_before_it_is_asked(begins: bool) -> None:
     assert seen == [2.0] * 3 + [4.0] * 3 + [6.0]  # from lot 3 and 6 on, whenever it was made
 
 
+def test_weights_are_decomposed_while_the_step_before_is_under_way() -> None:
+    run = training(guidance=PCA(refresh_every=3, solver="eigh", exponent=1.0))
+    known: list[Tensor] = [run.module[0].weight.detach().clone()]
+    for _ in range(4):
+        run.steps(1)
+        known.append(run.module[0].weight.detach().clone())
+    factor = mechanism(run).noise_geometry["0.weight"].left
+    for step, weight in enumerate(known):
+        again = PCA(solver="eigh", exponent=1.0).geometry(Released(0, (Block("w", weight),), 1.0))["w"].left
+        assert torch.allclose(factor.matrix, again.matrix, rtol=1e-4, atol=1e-5) == (step == 2), step
+
+
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("before", [2, 3, 4])
-def test_a_checkpoint_carries_what_was_made_ahead(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
+def test_a_checkpoint_carries_what_was_made_ahead(before: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if at_once:  # as on a GPU
+        monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
     unbroken, saved, resumed = (training(guidance=PCA(refresh_every=3), seed=1) for _ in range(3))
     unbroken.steps(8)
     saved.steps(before)

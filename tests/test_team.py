@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,6 +64,74 @@ def test_what_goes_wrong_is_raised_when_all_are_done(way: str, bad: int, error: 
     with pytest.raises(error, match=f"number {bad}"):
         team.together(work, 2)
     assert done == [1 - bad]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_caller_does_its_own_work_alongside(way: str, threads: int, two_threads: None) -> None:
+    """It waits for one of the team: they run at the same time. And it is part of the team when it is done."""
+    meeting, caller = threading.Barrier(2), threading.get_ident()
+    seen: list[tuple[str, int]] = []
+
+    def own() -> None:
+        meeting.wait(timeout=30)
+        seen.append(("own", threading.get_ident()))
+
+    def work(number: int) -> None:
+        if threading.get_ident() != caller:
+            meeting.wait(timeout=30)
+        seen.append(("team", number))
+
+    with team.alongside(own):
+        team.together(work, threads)
+        assert ("own", caller) in seen  # by now
+    assert sorted(seen) == [("own", caller), *(("team", number) for number in range(threads))]
+    team.together(lambda number: None, threads)
+    assert len(seen) == 1 + threads  # it was done once
+
+
+def test_one_thread_does_both(way: str) -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        with team.alongside(lambda: seen.append("own")):
+            team.together(lambda number: seen.append(number), 1)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == ["own", 0]
+
+
+def test_work_that_finds_no_team_is_done_at_the_end() -> None:
+    seen = []
+    with team.alongside(lambda: seen.append("own")), team.alongside(None):
+        seen.append("block")
+    assert seen == ["block", "own"]
+
+
+def test_work_beside_what_goes_wrong_is_dropped() -> None:
+    seen: list[str] = []
+    with pytest.raises(ValueError, match="block"), team.alongside(lambda: seen.append("own")):
+        raise ValueError("block")
+    team.together(lambda number: None, 1)
+    assert seen == []
+
+
+def test_an_error_of_the_own_work_comes_when_the_team_is_done(way: str, two_threads: None) -> None:
+    todo, done = iter(range(50)), []
+
+    def own() -> None:
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"), team.alongside(own):
+        team.together(lambda number: done.extend(todo), 2)
+    assert done == list(range(50))
 
 
 def test_matrix_products_go_on_afterwards(way: str) -> None:

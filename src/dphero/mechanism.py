@@ -29,7 +29,7 @@ from dphero.accounting import Budget, Event, Ledger, NoNoise
 from dphero.clipping import Clipping
 from dphero.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
-from dphero.noise import NoiseSource, can_keep
+from dphero.noise import NoiseSource, alongside, can_keep
 
 __all__ = ["Lot", "Mechanism", "Mode"]
 
@@ -140,6 +140,9 @@ class Mechanism:
             self._begun = self.guidance.prepare(self._released())
         self.check_budget()
 
+    def _ask_ahead(self) -> None:
+        self._next, self._begun = self._asked(), False
+
     def _released(self) -> Released:
         blocks = tuple(
             Block(
@@ -202,19 +205,14 @@ class Mechanism:
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
         rest = [*flat, *normals, *query]
-        self.noise.fill(
-            [*onto.values(), *rest],
-            [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)],
-            self.releases,
-            [True] * len(onto),
-        )
-        for name, noise in gradients.items():
-            if name in further:
-                self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
-            elif not self.noise_geometry[name].is_identity:
-                self.noise_geometry[name].colour_(noise)
-        if self._begun:  # while the sums are on their way
-            self._next, self._begun = self._asked(), False
+        stds = [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)]
+        with alongside(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
+            self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto))
+            for name, noise in gradients.items():
+                if name in further:
+                    self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
+                elif not self.noise_geometry[name].is_identity:
+                    self.noise_geometry[name].colour_(noise)
         sums = lot.sums
         named = [name for name in others if name in sums]
         if named:

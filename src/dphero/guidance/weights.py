@@ -21,7 +21,7 @@ ALGORITHM_2 = 2.0
 INVERSE = -1.0
 """Exponent of the paper's text: noise in proportion to the inverse eigenvalue."""
 _AHEAD = ("cuda",)
-"""Devices that work on while Python does: there weights are decomposed a step ahead."""
+"""Devices that work on while Python does."""
 
 
 @dataclass(eq=False)
@@ -85,15 +85,16 @@ class PCA:
 
     @torch.no_grad()
     def prepare(self, released: Released) -> bool:
-        """Begins to decompose the weights as they are now; the next `geometry` will be theirs.
+        """The next `geometry` will be that of the weights as they are now, decomposed during this step.
 
-        On a GPU only, which then does this between other work and is not waited for.
+        A GPU begins at once: it does this between other work, and is not waited for.
         """
-        if self.exponent == 0.0 or not any(block.value.device.type in _AHEAD for block in released.blocks):
+        if self.exponent == 0.0:
             return False
-        self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
-        for search in self._begun.values():
-            search.begin()
+        if any(block.value.device.type in _AHEAD for block in released.blocks):
+            self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+            for search in self._begun.values():
+                search.begin()
         return True
 
     @torch.no_grad()

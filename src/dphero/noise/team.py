@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["together"]
+__all__ = ["alongside", "together"]
 
 _Work = Callable[[int], None]
 
@@ -45,21 +47,62 @@ if hasattr(os, "register_at_fork"):  # where processes fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class _Waiting(threading.local):
+    """What this thread does alongside the next team that it calls together."""
+
+    work: Callable[[], None] | None = None
+
+    def take(self) -> Callable[[], None] | None:
+        """Return the work, which then is no longer waiting."""
+        work, self.work = self.work, None
+        return work
+
+
+_waiting = _Waiting()
+
+
+@contextmanager
+def alongside(work: Callable[[], None] | None) -> Iterator[None]:
+    """Do what is in the block, and ``work`` (if any) on this thread while the first team called there does its own.
+
+    Where none is called, the work is done at the end. For what consists of many small operations, during which other
+    threads would have nothing to do.
+    """
+    if work is None:
+        yield
+        return
+    _waiting.work = work
+    try:
+        yield
+    except BaseException:
+        _waiting.take()
+        raise
+    left = _waiting.take()
+    if left is not None:
+        left()
+
+
 def together(work: _Work, threads: int) -> None:
     """Call ``work(0)``, ``work(1)``, … at the same time, each on a thread of its own, and wait for all.
 
-    There are ``threads`` calls at most, and ``work(0)`` at least: OpenMP may have fewer threads to spare. So whatever
-    is to be done is taken by whoever is called. What torch computes in a call, it computes on that call's thread.
+    There are ``threads`` calls at most, and one at least: OpenMP may have fewer threads to spare. So whatever is to be
+    done is taken by whoever is called. What torch computes in a call, it computes on that call's thread.
 
     Raises:
         BaseException: What a call raised first.
     """
-    numbers = list(reversed(range(threads)))
-    errors: list[BaseException] = []
+    numbers, errors = iter(range(threads)), list[BaseException]()
+    own, caller = _waiting.take(), threading.get_ident()
+    if own is not None:  # then one thread more can be of use
+        threads = max(threads, min(threads + 1, torch.get_num_threads()))
 
     def call(_: object = None) -> None:
         try:
-            work(numbers.pop())
+            if own is not None and threading.get_ident() == caller:
+                own()
+            number = next(numbers, None)
+            if number is not None:
+                work(number)
         except BaseException as error:  # nobody above this frame is Python
             errors.append(error)
 
