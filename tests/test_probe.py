@@ -300,12 +300,15 @@ def test_sequences_of_other_lengths(make: Callable[[], nn.Module], lengths: tupl
     "steps",
     [[(5, 4, 3, True), (6, 6, 2, True), (7, 7, 2, False), (4, 4, 1, True)], [(5, 4, 2, False), (6, 6, 0, True)]],
 )
-@pytest.mark.parametrize("way", ["in one place", "in several places", "in a function"])
+@pytest.mark.parametrize("way", ["in one place", "in several places", "in a function", "on one line"])
 def test_calls_that_change_later(way: str, steps: list[tuple[int, int, int, bool]]) -> None:
     """With as many positions as examples, shapes alone would not tell that the calls have changed."""
 
     def call(self: Any, x: Tensor) -> Tensor:
         return self.linear(x)
+
+    def each_of(self: Any, xs: list[Tensor]) -> list[Tensor]:
+        return [self.linear(x) for x in xs]
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = x.cumsum(1)  # time is not the batch
@@ -315,6 +318,8 @@ def test_calls_that_change_later(way: str, steps: list[tuple[int, int, int, bool
             outs = [self.linear(each) for each in inputs + turned]
         elif way == "in several places":
             outs = [self.linear(each) for each in inputs] + [self.linear(each) for each in turned]
+        elif way == "on one line":
+            outs = each_of(self, inputs) + each_of(self, turned)
         else:
             outs = [call(self, each) for each in inputs] + [call(self, each) for each in turned]
         ends = [out.sum(0) for out in outs[len(inputs) :]]

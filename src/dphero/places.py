@@ -11,7 +11,7 @@ import torch
 __all__ = ["Place", "place_in_code"]
 
 Place = tuple[int, ...]
-"""From the inside out: which code, and which line of it."""
+"""From the inside out: which code, and which instruction of it. (One line may hold several calls.)"""
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -40,6 +40,6 @@ def place_in_code(outermost: CodeType) -> Place:
             number = id(code)
             if number not in _codes:
                 _codes[number] = code
-            place += (number, frame.f_lineno)
+            place += (number, frame.f_lasti)
         frame = frame.f_back
     return tuple(place)
