@@ -514,6 +514,30 @@ def test_weights_are_decomposed_while_the_step_before_is_under_way() -> None:
         assert torch.allclose(factor.matrix, again.matrix, rtol=1e-4, atol=1e-5) == (step == 2), step
 
 
+@pytest.mark.parametrize("solver", ["subspace", "eigh"])
+def test_weights_that_cannot_be_decomposed_ahead_spoil_no_release(solver: Any) -> None:
+    module = network(0, nn.Linear(8, 140), nn.Tanh(), nn.Linear(140, 8))
+    run = training(module, guidance=PCA(refresh_every=3, solver=solver))
+    run.steps(2)
+    good = module[2].weight.detach().clone()
+    with torch.no_grad():
+        module[2].weight[0, 0] = math.nan
+    if solver == "eigh":  # large, and so decomposed before the lot
+        with pytest.raises(ValueError, match="diverged"):
+            run.steps(1)
+        charged = 2
+    else:  # found out while noise is drawn: that release is whole, the next is not begun
+        run.steps(1)
+        with pytest.raises(ValueError, match="diverged"):
+            run.steps(1)
+        charged = 3
+    assert run.engine.ledger.steps == charged == mechanism(run).releases
+    with torch.no_grad():
+        module[2].weight.copy_(good)
+    run.steps(3)
+    assert run.engine.ledger.steps == charged + 3
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("before", [2, 3, 4])
 def test_a_checkpoint_carries_what_was_made_ahead(before: int, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ mode           norms            noise           charged
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -32,6 +33,8 @@ from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.noise import NoiseSource, alongside, can_keep
 
 __all__ = ["Lot", "Mechanism", "Mode"]
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["ellipsoid", "ball", "published"]
 
@@ -141,7 +144,12 @@ class Mechanism:
         self.check_budget()
 
     def _ask_ahead(self) -> None:
-        self._next, self._begun = self._asked(), False
+        """Ask guidance within a release. What goes wrong must not spoil that: it will again, before the next lot."""
+        self._begun = False
+        try:
+            self._next = self._asked()
+        except Exception as error:
+            logger.info("Guidance is asked again before the next lot, as it found no geometry ahead: %s", error)
 
     def _released(self) -> Released:
         blocks = tuple(

@@ -22,6 +22,8 @@ INVERSE = -1.0
 """Exponent of the paper's text: noise in proportion to the inverse eigenvalue."""
 _AHEAD = ("cuda",)
 """Devices that work on while Python does."""
+_LONG = 128
+"""Rows beyond which an exact decomposition takes longer than the noise of a small model, and threads help with it."""
 
 
 @dataclass(eq=False)
@@ -85,16 +87,21 @@ class PCA:
 
     @torch.no_grad()
     def prepare(self, released: Released) -> bool:
-        """The next `geometry` will be that of the weights as they are now, decomposed during this step.
+        """The next `geometry` will be that of the weights as they are now.
 
-        A GPU begins at once: it does this between other work, and is not waited for.
+        A GPU begins at once: it does this between other work, and is not waited for. A CPU does here what would keep
+        one thread busy for long; else all is done where `geometry` is asked, alongside the noise.
         """
         if self.exponent == 0.0:
             return False
-        if any(block.value.device.type in _AHEAD for block in released.blocks):
-            self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+        aside = any(block.value.device.type in _AHEAD for block in released.blocks)
+        sides = {side: self._axes(released, side) for side in self._sides}
+        if aside or any(
+            self._is_exact(*each) and each[0].length(each[1]) > _LONG for s in sides.values() for each in s
+        ):
+            self._begun = {side: self._search(axes) for side, axes in sides.items()}
             for search in self._begun.values():
-                search.begin()
+                search.begin(aside=aside)
         return True
 
     @torch.no_grad()
@@ -102,10 +109,11 @@ class PCA:
         """Returns a left or right factor (or both) for each weight, and the left one for its bias."""
         if self.exponent == 0.0:
             return {}
+        begun, self._begun = self._begun, {}
         found: dict[str, dict[str, Any]] = {}
         for side in self._sides:
             axes = self._axes(released, side)
-            search = self._begun.pop(side) if side in self._begun else self._search(axes)
+            search = begun[side] if side in begun else self._search(axes)
             spectrums = self._spectra(axes, search)
             groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
             made = [each for group in groups for each in spectra.factors(group, self.exponent, self.floor, self.bare)]
@@ -153,11 +161,18 @@ class PCA:
 
     def _wanted(self, block: Block, axis: Axis) -> spectra.Wanted:
         matrix = _centred(block.matrix(axis)) if self.centred else block.matrix(axis)
-        components = self.components if self.rank is None else self.rank
-        small = len(matrix) <= self.exact_up_to or self.floor == 0.0
-        if self.solver == "eigh" or (self.solver == "auto" and small) or components >= len(matrix):
+        if self._is_exact(block, axis):
             return spectra.Wanted(matrix, block.name, wide=self.floor == 0.0)
-        return spectra.Wanted(matrix, block.name, components, self._starts.get(f"{block.name}:{axis}"))
+        return spectra.Wanted(matrix, block.name, self._resolved, self._starts.get(f"{block.name}:{axis}"))
+
+    @property
+    def _resolved(self) -> int:
+        return self.components if self.rank is None else self.rank
+
+    def _is_exact(self, block: Block, axis: Axis) -> bool:
+        size = block.length(axis)
+        small = size <= self.exact_up_to or self.floor == 0.0
+        return self.solver == "eigh" or (self.solver == "auto" and small) or self._resolved >= size
 
 
 def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:
