@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from types import CodeType, FrameType
@@ -10,12 +11,10 @@ import torch
 
 __all__ = ["Place", "place_in_code"]
 
-Position = tuple[int | None, int | None, int | None, int | None]
-Place = tuple[tuple[int, Position], ...]
-"""From the inside out: which code, and where in its source: from which line and column to which.
+Place = tuple[tuple[int, int], ...]
+"""From the inside out: which code, and which of its instructions.
 
-One line may hold several calls. The number of the instruction would not do: Python 3.11 calls a function by another one
-once it is called often.
+A line may hold several calls, and a code need not know its columns (``python -X no_debug_ranges``).
 """
 
 _HERE = os.path.dirname(__file__)
@@ -23,8 +22,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _RULES = os.path.join(_HERE, "layers") + os.sep
 _OURS = {os.path.join(_HERE, f"{name}.py") for name in ("meetings", "operation", "readings", "shared", "sites", "taps")}
 _internal: dict[str, bool] = {}
-_codes: dict[int, tuple[CodeType, list[Position]]] = {}
-"""By its number: a code, kept so that no other is ever known by that number, and the positions of its instructions."""
+_codes: dict[int, tuple[CodeType, list[int]]] = {}
+"""By its number: a code, kept so that no other is ever known by that number, and its :func:`_instructions`."""
 
 
 def place_in_code(outermost: CodeType) -> Place:
@@ -33,7 +32,7 @@ def place_in_code(outermost: CodeType) -> Place:
     Args:
         outermost: Where to stop looking.
     """
-    place: list[tuple[int, Position]] = []
+    place: list[tuple[int, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         code = frame.f_code
@@ -44,7 +43,22 @@ def place_in_code(outermost: CodeType) -> Place:
         if not internal:
             number = id(code)
             if number not in _codes:
-                _codes[number] = (code, list(code.co_positions()))
+                _codes[number] = (code, _instructions(code))
             place.append((number, _codes[number][1][frame.f_lasti // 2]))
         frame = frame.f_back
     return tuple(place)
+
+
+def _instructions(code: CodeType) -> list[int]:
+    """Return, for each unit of a code, which instruction it belongs to.
+
+    An instruction is a unit, and some behind it may be its own. While a function that it calls is running, Python is at
+    any of these, depending on how often it was called. Python 3.11 calls by two instructions, which count as one.
+    """
+    names = {each.offset // 2: each.opname for each in dis.get_instructions(code)}
+    found, previous = list[int](), ""
+    for unit in range(len(code.co_code) // 2):
+        name = names.get(unit)
+        found.append(unit if name is not None and previous != "PRECALL" else found[-1])
+        previous = previous if name is None else name
+    return found
