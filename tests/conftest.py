@@ -1,8 +1,9 @@
-"""Settings for all tests: one thread for each process, and property tests that draw the same examples every time."""
+"""Settings for all tests: one thread a process, a GPU only for those that want one, the same examples every time."""
 
 import os
 
 import hypothesis
+import pytest
 
 # Small matrices lose more by threads that wait for each other than they gain, and `make test` has a process per core.
 # Torch and numpy read this when imported, and processes that tests start inherit it: sums have the same last digits.
@@ -10,3 +11,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, on which two equal runs may differ in their bits, unless tests for them are asked for (`-m gpu`).
+
+    `CUDA_VISIBLE_DEVICES=0 pytest tests/test_graphs.py` runs there those that can do without.
+    """
+    chosen = config.getoption("markexpr", "")
+    if "gpu" not in chosen or "not gpu" in chosen:
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")

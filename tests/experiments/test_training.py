@@ -56,7 +56,7 @@ def test_a_run_directory_tells_the_whole_story(unbroken):
     assert metrics[-1]["accuracy"] == result["accuracy"]
     assert all(first["epsilon"] < then["epsilon"] for first, then in pairwise(metrics))
     environment = json.loads((path / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # not all name their CUDA
     assert (path / "checkpoint.pt").stat().st_mode & 0o077 == 0  # it holds the key of the noise
     assert list((path / "tensorboard").iterdir())
 
