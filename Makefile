@@ -3,21 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOWEST := .venv-lowest
 # processes that share the fast tests
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow bench lint format clean
+.PHONY: help setup demo test test-slow test-lowest bench lint format clean
 
 help:
-	@echo "make setup      create .venv with everything (once, a few minutes)"
-	@echo "make demo       train a small private model and print what it cost"
-	@echo "make test       lint, format check, types, fast tests"
-	@echo "make test-slow  the slow tests and those that need real data sets"
-	@echo "make bench      every script in benchmarks/"
-	@echo "make lint       ruff and mypy only"
-	@echo "make format     let ruff format and fix the code"
-	@echo "make clean      remove .venv, caches and build outputs"
+	@echo "make setup        create .venv with everything (once, a few minutes)"
+	@echo "make demo         train a small private model and print what it cost"
+	@echo "make test         lint, format check, types, fast tests"
+	@echo "make test-slow    the slow tests and those that need real data sets"
+	@echo "make test-lowest  the fast tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make bench        every script in benchmarks/"
+	@echo "make lint         ruff and mypy only"
+	@echo "make format       let ruff format and fix the code"
+	@echo "make clean        remove environments, caches and build outputs"
 
 setup: $(STAMP)
 	@:
@@ -38,6 +40,11 @@ test: lint
 test-slow: setup
 	@$(BIN)/python -m pytest -q -m "slow or realdata"
 
+test-lowest:
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[all]'
+	@$(LOWEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+
 bench: setup
 	@set -e; for script in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do \
 		echo "== $$script"; $(BIN)/python $$script; \
@@ -53,5 +60,5 @@ format: setup
 	@$(BIN)/ruff check --quiet --fix .
 
 clean:
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -95,7 +95,7 @@ def test_without_quick_the_training_is_audited_too() -> None:
         (["nowhere"], "there is no run directory nowhere"),
         (["published", "--data", "digits"], "--data and --epsilon belong to --method"),
         (["published", "--confidence", "95"], "--confidence must lie between 0 and 1, got 95"),
-        (["published", "--releases", "5"], "5 is not in the range x>=40"),
+        (["published", "--releases", "5"], "Invalid value for '--releases'"),
         (["--method", "dp-magic", "--data", "digits"], "method 'dp-magic' is unknown"),
         (["--method", "dp-sgd"], "which data?"),
         (["somewhere", "--delta", "0.1"], "--noise-multiplier and --delta are the run's own"),

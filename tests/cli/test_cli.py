@@ -108,7 +108,7 @@ def test_calibrate_for_people():
         (["epsilon", "--steps", "3"], "Missing option '--noise-multiplier'"),
         (["epsilon", *STEPS, "--noise-multiplier", "0"], "noise_multiplier must be above 0"),
         (["epsilon", *STEPS, "--noise-multiplier", "nan"], "noise_multiplier must be finite"),
-        (["epsilon", *STEPS, "--noise-multiplier", "much"], "'much' is not a valid float"),
+        (["epsilon", *STEPS, "--noise-multiplier", "much"], "Invalid value for '--noise-multiplier'"),
         (["epsilon", *STEPS, "--sample-rate", "1.5"], "sample_rate must be above 0 and at most 1, got 1.5"),
         (["epsilon", *STEPS, "--delta", "1"], "delta must be above 0 and below 1"),
         (["epsilon", *STEPS, "--delta", "0"], "delta must be above 0 and below 1"),

@@ -154,7 +154,7 @@ def test_the_table_for_people_and_its_files(tmp_path, monkeypatch):
         (["--data", "digits", "--epsilons", "1", "--dataset-size", "many"], 'must be a whole number or "public"'),
         (["--data", "digits", "--epsilons", "1", "--model", "lenett"], "no model 'lenett'"),
         (["--data", "no-such-data", "--epsilons", "1"], "no-such-data"),
-        (["--data", "digits", "--epsilons", "1", "--workers", "0"], "0 is not in the range"),
+        (["--data", "digits", "--epsilons", "1", "--workers", "0"], "Invalid value for '--workers'"),
         (["--resume", "."], "no plan.json"),
     ],
 )

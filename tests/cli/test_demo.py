@@ -84,8 +84,8 @@ def test_the_network_is_public_and_always_the_same():
     [
         (["--delta", "0.01"], "delta must be above 0 and below 1 / 1437"),
         (["--epsilon", "-1"], "epsilon must be above 0"),
-        (["--epochs", "0"], "0 is not in the range x>=1"),
-        (["--seed", "-1"], "-1 is not in the range x>=0"),
+        (["--epochs", "0"], "Invalid value for '--epochs'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
     ],
 )
 def test_errors_are_one_line(arguments, message):

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import click
 import typer
 from typer.core import TyperGroup
 
 import dphero
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 
 
 class OneLineErrors(TyperGroup):
@@ -22,9 +23,9 @@ class OneLineErrors(TyperGroup):
         options["standalone_mode"] = False
         try:
             status = super().main(args, prog_name, *rest, **options)
-        except click.ClickException as error:
+        except _UsageError as error:
             _fail(error.format_message())
-        except click.Abort:
+        except typer.Abort:
             _fail("interrupted", status=130)
         except (ValueError, OSError) as error:
             _fail(str(error))

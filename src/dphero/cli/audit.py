@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -79,7 +78,7 @@ def audit(
         except KeyboardInterrupt as error:
             bar.stop()
             typer.echo("dphero: interrupted; the audit is not finished, and nothing was written", err=True)
-            raise click.exceptions.Exit(130) from error
+            raise typer.Exit(130) from error
         except ImportError as error:
             raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
     folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)

@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -101,7 +100,7 @@ def compare(
         except experiments.Interrupted as error:
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero compare --resume {directory}", err=True)
-            raise click.exceptions.Exit(130) from error
+            raise typer.Exit(130) from error
         except ImportError as error:
             raise ValueError(f"{error}; install what comparisons need: pip install 'dphero[experiments]'") from error
         bar.update(overall, description="Done")
@@ -110,7 +109,7 @@ def compare(
     else:
         _show(rows, directory)
     if any(row.failed for row in rows):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 def _plan(

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
@@ -91,7 +90,7 @@ def get(
     try:
         got = _get(name, source, mirror and not os.environ.get("DPHERO_NO_MIRROR"))
     except ImportError as error:
-        raise click.ClickException(str(error)) from error
+        raise ValueError(str(error)) from error
     if as_json:
         typer.echo(json.dumps({"name": got.name, "path": got.path and str(got.path), "source": got.source}))
     elif got.path is None:
@@ -102,11 +101,13 @@ def get(
 
 
 def _get(name: str, source: Path | None, use_mirror: bool) -> Got:
-    """Fetch under a progress bar on stderr."""
+    """Fetch; under a progress bar, where somebody sees it."""
     from dphero.data import get
 
+    if not sys.stderr.isatty():
+        return get(name, folder=source, use_mirror=use_mirror)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def report(what: str, done: int, total: int) -> None:

@@ -6,7 +6,6 @@ import json
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.panel import Panel
@@ -38,7 +37,7 @@ def demo(
     try:
         result = _train(epsilon, delta, epochs, seed)
     except ImportError as error:
-        raise click.ClickException(str(error)) from error
+        raise ValueError(str(error)) from error
     if as_json:
         price = result.statement.price
         record = {

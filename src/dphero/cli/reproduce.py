@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -75,7 +74,7 @@ def reproduce(
         except experiments.Interrupted as error:
             bar.stop()
             typer.echo(f"dphero: {error}; the same command goes on", err=True)
-            raise click.exceptions.Exit(130) from error
+            raise typer.Exit(130) from error
         except ImportError as error:
             raise ValueError(f"{error}; install what reproductions need: pip install 'dphero[experiments]'") from error
         bar.update(task, description="Done", completed=1, total=1, figures="")
@@ -87,7 +86,7 @@ def reproduce(
         for each in found:
             _show(each)
     if any(each.failed for each in found):
-        raise click.exceptions.Exit(1)
+        raise typer.Exit(1)
 
 
 class _Display:

@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.panel import Panel
@@ -144,7 +143,7 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
         except experiments.Interrupted as error:
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero train --resume {directory.path}", err=True)
-            raise click.exceptions.Exit(130) from error
+            raise typer.Exit(130) from error
         except ImportError as error:
             raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
 
