@@ -51,6 +51,18 @@ def test_a_recipe_file_and_flags_over_it(tmp_path):
     assert (kept.epochs, kept.options) == (1, {"exponent": 0.5, "floor": 0.2, "refresh_every": 5})
 
 
+@pytest.mark.parametrize(
+    "module, name, extra",
+    [("sklearn.datasets", "scikit-learn", "demo"), ("safetensors.torch", "safetensors", "experiments")],
+)
+def test_a_package_that_is_missing_is_named_with_one_way_to_get_it(module, name, extra, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run("--data", "digits", "--noise-multiplier", 5, "--epochs", 0.1, "--out", tmp_path / "run")
+    shown = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and name in shown, result.output
+    assert shown.count("pip install") == 1 and shown.endswith(f": pip install 'dphero[{extra}]'")
+
+
 def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

@@ -29,6 +29,8 @@ class OneLineErrors(TyperGroup):
             _fail("interrupted", status=130)
         except (ValueError, OSError) as error:
             _fail(str(error))
+        except ImportError as error:
+            _fail(str(error) if "pip install" in str(error) else f"{error}: pip install 'dphero[experiments]'")
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -79,8 +79,6 @@ def audit(
             bar.stop()
             typer.echo("dphero: interrupted; the audit is not finished, and nothing was written", err=True)
             raise typer.Exit(130) from error
-        except ImportError as error:
-            raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
     folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
     if as_json:
         _print_json(report, one_line_each=target == _PUBLISHED)

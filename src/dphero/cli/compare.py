@@ -101,8 +101,6 @@ def compare(
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero compare --resume {directory}", err=True)
             raise typer.Exit(130) from error
-        except ImportError as error:
-            raise ValueError(f"{error}; install what comparisons need: pip install 'dphero[experiments]'") from error
         bar.update(overall, description="Done")
     if as_json:
         _print_json(rows, directory)

@@ -87,10 +87,7 @@ def get(
     Every file is checked against its published checksum. The cache is DPHERO_DATA, or dphero/data in the user's
     cache directory.
     """
-    try:
-        got = _get(name, source, mirror and not os.environ.get("DPHERO_NO_MIRROR"))
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    got = _get(name, source, mirror and not os.environ.get("DPHERO_NO_MIRROR"))
     if as_json:
         typer.echo(json.dumps({"name": got.name, "path": got.path and str(got.path), "source": got.source}))
     elif got.path is None:

@@ -34,10 +34,7 @@ def demo(
 ) -> None:
     """Train on scikit-learn's handwritten digits with differential privacy, and print what it cost."""
     started = time.perf_counter()
-    try:
-        result = _train(epsilon, delta, epochs, seed)
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    result = _train(epsilon, delta, epochs, seed)
     if as_json:
         price = result.statement.price
         record = {

@@ -26,11 +26,8 @@ def predict(
     from dphero.experiments.files import to_json
     from dphero.experiments.prediction import Predictor
 
-    try:
-        predictor = Predictor(run)
-        found = predictor.predict(file)
-    except ImportError as error:
-        raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
+    predictor = Predictor(run)
+    found = predictor.predict(file)
     if as_json:
         predictions = [
             {"input": each.name, "class": each.label, "probability": each.probability, "converted": each.converted}

@@ -75,8 +75,6 @@ def reproduce(
             bar.stop()
             typer.echo(f"dphero: {error}; the same command goes on", err=True)
             raise typer.Exit(130) from error
-        except ImportError as error:
-            raise ValueError(f"{error}; install what reproductions need: pip install 'dphero[experiments]'") from error
         bar.update(task, description="Done", completed=1, total=1, figures="")
     if as_json:
         from dphero.experiments.files import to_json

@@ -144,8 +144,6 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero train --resume {directory.path}", err=True)
             raise typer.Exit(130) from error
-        except ImportError as error:
-            raise ValueError(f"{error}; install what runs need with: pip install 'dphero[experiments]'") from error
 
 
 def _new_folder(recipe: Any) -> Path:
