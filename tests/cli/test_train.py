@@ -63,6 +63,15 @@ def test_a_package_that_is_missing_is_named_with_one_way_to_get_it(module, name,
     assert shown.count("pip install") == 1 and shown.endswith(f": pip install 'dphero[{extra}]'")
 
 
+def test_a_package_that_is_broken_is_not_called_missing(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ImportError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr("dphero.experiments.train", fail)
+    result = run("--data", "digits", "--noise-multiplier", 5, "--epochs", 0.1, "--out", tmp_path / "run")
+    assert isinstance(result.exception, ImportError) and "pip install" not in result.stderr
+
+
 def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

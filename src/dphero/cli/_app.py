@@ -30,7 +30,11 @@ class OneLineErrors(TyperGroup):
         except (ValueError, OSError) as error:
             _fail(str(error))
         except ImportError as error:
-            _fail(str(error) if "pip install" in str(error) else f"{error}: pip install 'dphero[experiments]'")
+            if "pip install" in str(error):
+                _fail(str(error))
+            if not isinstance(error, ModuleNotFoundError):  # a package that is broken: where, is of use
+                raise
+            _fail(f"{error}: pip install 'dphero[experiments]'")
         sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -96,9 +96,7 @@ class PCA:
             return False
         aside = any(block.value.device.type in _AHEAD for block in released.blocks)
         sides = {side: self._axes(released, side) for side in self._sides}
-        if aside or any(
-            self._is_exact(*each) and each[0].length(each[1]) > _LONG for s in sides.values() for each in s
-        ):
+        if aside or any(self._takes_long(*each) for axes in sides.values() for each in axes):
             self._begun = {side: self._search(axes) for side, axes in sides.items()}
             for search in self._begun.values():
                 search.begin(aside=aside)
@@ -173,6 +171,9 @@ class PCA:
         size = block.length(axis)
         small = size <= self.exact_up_to or self.floor == 0.0
         return self.solver == "eigh" or (self.solver == "auto" and small) or self._resolved >= size
+
+    def _takes_long(self, block: Block, axis: Axis) -> bool:
+        return self._is_exact(block, axis) and block.length(axis) > _LONG
 
 
 def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:
