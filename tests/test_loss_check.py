@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dphero import loss_check
 from dphero.loss_check import LossCheck
 from tests.trainer import training
 
@@ -38,11 +39,9 @@ def per_token(out: Tensor, **options: Any) -> Tensor:
 
 
 def check(loss: Loss, declared: str, module: nn.Module, x: Tensor) -> None:
-    watch = LossCheck(module, lambda: ROWS, declared)
     try:
-        loss(module(x)).backward()
+        loss(LossCheck(module, lambda: ROWS, declared).watch(module(x))).backward()
     finally:
-        watch.remove()
         module.zero_grad()
 
 
@@ -186,13 +185,11 @@ def test_losses_that_are_no_mean_are_refused(name: str) -> None:
 
 def test_a_long_loop_is_read_quickly() -> None:
     module, x = nn.Linear(3, 3), torch.randn(3000, 3)
-    watch = LossCheck(module, lambda: 3000, "mean")
-    out = module(x)
+    out = LossCheck(module, lambda: 3000, "mean").watch(module(x))
     loss = sum(row.pow(2).mean().sqrt() for row in out) / 3000
     assert isinstance(loss, Tensor)
     start = time.perf_counter()
     loss.backward()
-    watch.remove()
     assert time.perf_counter() - start < 10
 
 
@@ -217,12 +214,11 @@ def test_a_sum_divided_by_the_rows_is_noticed_when_the_rows_change() -> None:
         for rows in (6, 4):
             batch[0] = x = X[:rows]
             try:
-                (CLASSIFIER(x).pow(2).sum() / divisor(x)).backward()
+                (watch.watch(CLASSIFIER(x)).pow(2).sum() / divisor(x)).backward()
                 seen.append(False)
             except ValueError as error:
                 assert "divided by the number of rows" in str(error)
                 seen.append(True)
-        watch.remove()
         assert seen == [False, refused]
     CLASSIFIER.zero_grad()
 
@@ -234,15 +230,12 @@ def test_gradients_are_those_of_the_plain_loss() -> None:
     for loss in (*MEANS.values(),):
         plain, watched = copy.deepcopy(CLASSIFIER), copy.deepcopy(CLASSIFIER)
         loss(plain(X)).backward()
-        watch = LossCheck(watched, lambda: ROWS, "mean")
-        loss(watched(X)).backward()
-        watch.remove()
+        loss(LossCheck(watched, lambda: ROWS, "mean").watch(watched(X))).backward()
         assert torch.equal(plain.weight.grad, watched.weight.grad)  # type: ignore[arg-type]
 
 
 def test_what_the_user_keeps_is_plain() -> None:
-    watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
-    out = CLASSIFIER(X)
+    out = LossCheck(CLASSIFIER, lambda: ROWS, "mean").watch(CLASSIFIER(X))
     assert isinstance(out, Tensor) and out.requires_grad
     loss = F.cross_entropy(out, Y)
     assert type(loss.detach()) is Tensor and type(out.argmax(1)) is Tensor and type(out.data) is Tensor
@@ -251,8 +244,6 @@ def test_what_the_user_keeps_is_plain() -> None:
     assert "Tensor" in repr(out) or "tensor" in repr(out)
     loss.backward(retain_graph=True)
     loss.backward()
-    watch.remove()
-    assert type(CLASSIFIER(X)) is Tensor
     CLASSIFIER.zero_grad()
 
 
@@ -274,29 +265,105 @@ def test_outputs_of_any_structure_are_watched() -> None:
         lambda out: out["loss"],
     ):
         with pytest.raises(ValueError, match="mixes examples"):
-            loss(module(X)).backward()
-    module(X)["parts"][0].mean().backward()
-    watch.remove()
+            loss(watch.watch(module(X))).backward()
+    watch.watch(module(X))["parts"][0].mean().backward()
 
 
-def test_nothing_is_watched_in_evaluation_or_without_a_private_batch() -> None:
-    for rows, train in ((None, True), (1, True), (ROWS, False)):
-        module = copy.deepcopy(CLASSIFIER).train(train)
-        watch = LossCheck(module, lambda rows=rows: rows, "mean")  # type: ignore[misc]
-        out = module(X)
+def test_nothing_is_watched_without_a_private_batch() -> None:
+    for rows in (None, 1):
+        out = LossCheck(CLASSIFIER, lambda rows=rows: rows, "mean").watch(CLASSIFIER(X))  # type: ignore[misc]
         assert type(out) is Tensor
-        out.norm().backward()
-        watch.remove()
 
 
-def test_the_check_removes_itself_after_a_few_batches() -> None:
-    module = copy.deepcopy(CLASSIFIER)
-    LossCheck(module, lambda: ROWS, "mean")
-    for _ in range(4):
-        assert module._forward_hooks
-        F.cross_entropy(module(X), Y).backward()
-    assert not module._forward_hooks
-    assert type(module(X)) is Tensor
+def test_nothing_is_watched_in_evaluation() -> None:
+    run = training()
+    x, _ = next(iter(run.loader))
+    assert type(run.module(x)) is not Tensor
+    assert type(run.module.eval()(x)) is Tensor
+
+
+def test_losses_are_read_less_and_less_often() -> None:
+    """But never no more: a loss may change."""
+    watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
+    read = []
+    for number in range(70):
+        out = watch.watch(CLASSIFIER(X))
+        read += [number] * (type(out) is not Tensor)
+        F.cross_entropy(out, Y).backward()
+    CLASSIFIER.zero_grad()
+    assert read == [0, 1, 2, 3, 8, 17, 34, 67]
+
+
+# -- examples that meet ------------------------------------------------------------------------------------------------
+
+EYE = torch.arange(ROWS)
+GROUP = torch.tensor([0, 0, 1, 1, 2, 2])
+
+
+def prototypes(out: Tensor) -> Tensor:
+    centres = torch.stack([out[group == GROUP].mean(0) for group in range(3)])
+    return F.cross_entropy(-(out[:, None] - centres).pow(2).sum(-1), GROUP)
+
+
+def two_views(out: Tensor) -> Tensor:
+    views = F.normalize(torch.cat([out, out.tanh()]))
+    close = (views @ views.T / 0.5).masked_fill(torch.eye(2 * ROWS, dtype=torch.bool), -1e9)
+    return F.cross_entropy(close, (torch.arange(2 * ROWS) + ROWS) % (2 * ROWS))
+
+
+MEETING: dict[str, Loss] = {
+    "contrast by einsum": lambda out: F.cross_entropy(torch.einsum("id,jd->ij", out, out.tanh()), EYE),
+    "contrast of two views": two_views,
+    "all pairs": lambda out: (out[:, None] - out[None]).pow(2).sum(-1).mean(),
+    "the first example": lambda out: (out - out[0]).pow(2).mean(),
+    "neighbours": lambda out: (out - out.roll(1, 0)).pow(2).mean(),
+    "prototypes": prototypes,
+    "centres": lambda out: (out - torch.zeros(3, CLASSES).index_add(0, GROUP, out)[GROUP] / 2).pow(2).sum(1).mean(),
+    "survival": lambda out: -(out[:, 0] - out[:, 0].logcumsumexp(0)).mean(),
+    "a batch norm after the model": lambda out: F.cross_entropy(F.batch_norm(out, None, None, training=True), Y),
+}
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_losses_in_which_examples_meet_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="with each other"):
+        check(MEETING[name], "mean", CLASSIFIER, X)
+
+
+def test_a_cross_correlation_is_no_sum_over_examples() -> None:
+    """Divided by a constant it is linear above, and reduced by a product below."""
+    with pytest.raises(ValueError, match="with each other"):
+        check(lambda out: (out.T @ out.tanh() / 64 - torch.eye(CLASSES)).pow(2).sum(), "sum", CLASSIFIER, X)
+
+
+def test_any_two_examples_are_told_apart_in_time() -> None:
+    for i, j in ((0, 1), (0, 2), (0, 4), (1, 5), (2, 3)):
+        watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
+        with pytest.raises(ValueError, match="with each other"):
+            for _ in range(3):
+                out = watch.watch(CLASSIFIER(X))
+                (F.cross_entropy(out, Y) + 0.1 * torch.stack([out[i, 0] * out[j, 1], out[i, 1]]).mean()).backward()
+    CLASSIFIER.zero_grad()
+
+
+def test_the_measure_of_company_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check, "company", lambda *_: 0.0)
+    for loss in MEETING.values():
+        check(loss, "mean", CLASSIFIER, X)
+
+
+def test_a_loss_without_second_derivatives_can_be_trained_with() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    check(lambda out: F.cross_entropy(Once.apply(out), Y), "mean", CLASSIFIER, X)
 
 
 # -- in training ---------------------------------------------------------------------------------------------------

@@ -111,6 +111,123 @@ def test_examples_sorted_on_the_way() -> None:
         run(Lambda(forward, linear=nn.Linear(8, 3)), torch.randn(6, 8).sort(0).values)
 
 
+# -- examples that meet on the way back --------------------------------------------------------------------------------
+
+
+class MeanTaken(torch.autograd.Function):
+    """Leaves the values as they are, and takes the batch's mean from their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient - gradient.mean(0)
+
+
+def contrast(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(self.first(x) @ self.second(y).T, torch.arange(len(x)))
+
+
+def balance(self: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Switch's loss for experts that are used alike, returned beside the output."""
+    share = self.first(x).softmax(1)
+    return self.second(y), (share.mean(0) * (share.argmax(1, keepdim=True) == torch.arange(8)).float().mean(0)).sum()
+
+
+ON_THE_WAY_BACK: dict[str, Callable[..., Any]] = {
+    "a contrast returned as the loss": contrast,
+    "a term for balance": balance,
+    "centred, and the loss returned": lambda self, x, y: (
+        ((h := self.first(x) + self.second(y)) - h.mean(0)).pow(2).mean()
+    ),
+    "in the backward pass alone": lambda self, x, y: MeanTaken.apply(self.first(x)).tanh() + self.second(y),
+    "straight through": lambda self, x, y: (h := self.first(x)) - h.mean(0) + h.mean(0).detach() + self.second(y),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_WAY_BACK)
+def test_gradients_that_depend_on_other_examples_are_refused(name: str) -> None:
+    torch.manual_seed(0)
+    model = Lambda(ON_THE_WAY_BACK[name], first=nn.Linear(8, 8), second=nn.Linear(8, 8))
+    with pytest.raises(MixedExamplesError, match=r"gradient for '.*' depends on the other examples.*mean over"):
+        run(model, torch.randn(6, 8), torch.randn(6, 8))
+
+
+def test_that_comparison_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dphero.probe._Examination, "_compare_gradients", lambda *_: None)
+    for forward in ON_THE_WAY_BACK.values():
+        run(Lambda(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8)), torch.randn(6, 8), torch.randn(6, 8))
+
+
+def test_a_mean_may_be_returned_as_the_loss() -> None:
+    def forward(self: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        out = F.dropout(self.linear(x), 0.5, self.training)
+        return {"logits": out, "loss": F.cross_entropy(out, y), "parts": out.pow(2).mean(0)}
+
+    run(Lambda(forward, linear=nn.Linear(8, 5)), torch.randn(6, 8), torch.randint(5, (6,)))
+
+
+# -- examples that are mixed now and then ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.rand])
+def test_examples_that_are_mixed_at_random_are_refused(draw: Callable[[], Any]) -> None:
+    model = with_layer(lambda self, x: x - x.mean(0) if draw() < 0.5 else x)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        with pytest.raises(MixedExamplesError):
+            run(model, torch.randn(6, 8))
+
+
+def test_a_buffer_that_is_written_later_is_examined_then() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.on = nn.Linear(8, 3), False
+            self.register_buffer("mean", torch.zeros(8))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on:
+                self.count += 1
+            if self.on == "data":
+                self.mean.copy_(x.detach().mean(0))
+            return self.linear(x - self.mean)
+
+    model, x = Late(), torch.randn(6, 8)
+    with Tapped(model, 6) as tapped:
+        model(x)
+        plan, model.on = tapped.taps.plan, True
+        model(x)
+        again = tapped.taps.plan
+        model(x)
+        assert plan is not again and again is tapped.taps.plan  # examined anew, once; a counter is no harm
+        model.on = "data"
+        with pytest.raises(ValueError, match="'mean' is written from the data"):
+            model(x)
+
+
+def test_a_result_without_tensors_is_refused() -> None:
+    class Result:
+        def __init__(self, logits: Tensor) -> None:
+            self.logits = logits
+
+    with pytest.raises(ValueError, match=r"returns a Result, and no tensor is found in it.*dictionaries"):
+        run(Lambda(lambda self, x: Result(self.linear(x)), linear=nn.Linear(8, 3)), torch.randn(6, 8))
+
+
+def test_a_length_that_depends_on_the_others_is_refused() -> None:
+    def forward(self: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.linear(x)[:, : int(lengths.max())]
+
+    with pytest.raises(MixedExamplesError, match=r"the shape of its output depends on.*Pad all batches"):
+        run(Lambda(forward, linear=nn.Linear(8, 3)), sequences(6, 7), torch.tensor([3, 4, 5, 6, 7, 2]))
+
+
 def test_one_row_says_nothing_and_the_next_batch_is_examined() -> None:
     model = with_layer(MIXING["mean"])
     with Tapped(model, 1) as tapped:
@@ -230,6 +347,16 @@ def test_the_examination_leaves_no_trace() -> None:
     assert keeper.kept is buffer and not keeper.kept.any()
     assert model[0].weight is parameter and torch.equal(parameter, value) and parameter.grad is gradient
     assert [module.training for module in model] == [True, True, False, True]
+
+
+def test_what_the_arguments_were_made_from_gets_no_gradient() -> None:
+    x = torch.randn(6, 8, requires_grad=True)
+    model = nn.Linear(8, 3)
+    with Tapped(model, 6):
+        out = model(2 * x)  # a graph before the model, which the examination must not use up
+        assert x.grad is None
+        out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * model.weight.detach().sum(0).expand(6, 8))
 
 
 # -- no false alarms --------------------------------------------------------------------------------------------------
@@ -392,6 +519,16 @@ def test_positions_that_cannot_be_told_from_examples() -> None:
     check(nn.Linear(8, 3), (sequences(5, 6),), mean_loss)
     with pytest.raises(ValueError, match="as many examples as positions"):
         run(nn.Linear(8, 3), sequences(6, 6))
+    with Tapped(model := nn.Linear(8, 3), 5) as tapped:  # settled by an earlier batch
+        model(sequences(5, 6))
+        tapped.rows = 6
+        model(sequences(6, 6))
+
+
+def test_positions_that_leave_nothing_of_the_examples() -> None:
+    """A bag of words: the words could be the examples, but then nothing of them would come out."""
+    bag = Lambda(lambda self, i: self.linear(self.words(i).mean(1)), words=nn.Embedding(9, 8), linear=nn.Linear(8, 3))
+    run(bag, torch.randint(9, (6, 6)))
 
 
 def test_a_batch_that_is_not_the_loaders() -> None:

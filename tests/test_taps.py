@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import dphero
 from dphero.geometry import identity
 from dphero.layers import registry
+from dphero.pieces import Explicit
 from dphero.taps import Taps
 from tests.models.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
 from tests.oracle import Tapped, check, compare, micro_batches, tapped
@@ -181,6 +183,85 @@ def test_a_changed_input_is_detected() -> None:
     model = Lambda(forward, first=nn.Linear(8, 6), second=nn.Linear(6, 4))
     with Tapped(model, 5), pytest.raises(RuntimeError, match=r"input of 'second' \(Linear\) was changed in place"):
         mean_loss(model, torch.randn(5, 8)).backward()
+
+
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "after the first layer": lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)),
+    "after a later layer": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(inplace=True)),
+    "after a norm": lambda: nn.Sequential(nn.InstanceNorm1d(5, affine=True), nn.ReLU(inplace=True)),
+    "after an operation": lambda: nn.Sequential(
+        Lambda(lambda self, x: torch.einsum("btd,de->bte", x, self.weight), weight=torch.randn(8, 8)),
+        nn.ReLU(inplace=True),
+    ),
+    "dropout": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.0, inplace=True)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_an_output_may_be_changed_in_place(name: str) -> None:
+    torch.manual_seed(0)
+    check(nn.Sequential(IN_PLACE[name](), nn.Linear(8, 3)), (sequences(6, 5),), mean_loss)
+
+
+def test_dropout_in_place_is_followed_while_training() -> None:
+    """In evaluation mode, in which a random model is compared as well, it does nothing."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.5, inplace=True)),
+        sequences(6, 5),
+    )
+    with Tapped(model, 6) as tapped:
+        torch.manual_seed(1)
+        mean_loss(model, x).backward()
+    torch.manual_seed(1)
+    mean_loss(model, x).backward()
+    for name, parameter in model.named_parameters():
+        found = tapped.found[0].pieces[name].weighted_sum(torch.ones(6))
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_layer_returns_of_its_input_is_not_written() -> None:
+    """A rule may return its input seen in another way, which others may hold as well."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.by).view(len(x), -1)
+
+    @dphero.register(Shift)
+    def shift(call: Any, x: Tensor) -> Tensor:
+        return call.tap(lambda: x.view(len(x), -1), lambda delta, x: {"by": Explicit(delta)}, x)
+
+    model = Lambda(lambda self, x: self.shift(x).mul_(2.0) + x, shift=Shift())
+    check(model, (torch.randn(6, 8),), mean_loss)
+
+
+def test_arguments_by_the_names_that_torch_gives_them() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        state = torch.zeros(1, len(x), 8)
+        x = self.norm(input=self.linear(input=x))
+        x = self.recurrent(input=x, hx=state)[0] + self.instance(input=x)
+        x = self.pool(input=self.conv(input=x).unsqueeze(1)).flatten(1)
+        return self.cell(input=self.group(input=x), hx=torch.zeros(len(x), 3))
+
+    model = Lambda(
+        forward,
+        linear=nn.Linear(8, 8),
+        norm=nn.LayerNorm(8),
+        recurrent=nn.GRU(8, 8, batch_first=True),
+        instance=nn.InstanceNorm1d(6, affine=True),
+        conv=nn.Conv1d(6, 6, 1),
+        pool=nn.MaxPool2d(2),
+        group=nn.GroupNorm(2, 12),
+        cell=nn.GRUCell(12, 3),
+    )
+    check(model, (sequences(5, 6),), mean_loss)
+    words = Lambda(lambda self, i: self.bag(input=i) + self.table(input=i).sum(1), bag=nn.EmbeddingBag(9, 4),
+                   table=nn.Embedding(9, 4))  # fmt: skip
+    check(words, (torch.randint(9, (5, 6)),), mean_loss)
 
 
 def test_a_second_backward_is_refused() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine, engine, lengths, pieces, run, sampling, validation
+from dphero import PrivacyEngine, engine, lengths, loss_check, pieces, run, sampling, validation
 from dphero.clipping import Flat
 from dphero.geometry import identity
 from dphero.layers import convolution
@@ -27,6 +27,7 @@ from dphero.lot_sum import LotSum
 from dphero.pieces import Explicit
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader
 from dphero.tape import GradientBatch
+from dphero.taps import Taps
 from tests.trainer import Training, data, network, same, training
 
 Patch = pytest.MonkeyPatch
@@ -496,15 +497,63 @@ def test_a_gradient_put_in_by_hand_is_refused() -> None:
         break
 
 
-def test_parameters_that_come_later_are_refused() -> None:
-    """Unfrozen after make_private, or added to the optimizer: neither clipped nor noised."""
+def unfreeze(model: nn.Sequential) -> nn.Module:
+    return model[0].requires_grad_(True)
+
+
+def add(model: nn.Sequential) -> nn.Module:
+    model.append(nn.Linear(3, 3))
+    return model[-1]
+
+
+def exchange(model: nn.Sequential) -> nn.Module:
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    return model[2]
+
+
+@pytest.mark.parametrize("change", [unfreeze, add, exchange])
+def test_parameters_that_come_later_are_refused(change: Any, monkeypatch: Patch) -> None:
+    """Unfrozen, added or exchanged after make_private, for an optimizer of its own: neither clipped nor noised."""
+
+    def step(made: Training, late: nn.Module) -> Tensor | None:
+        x, y = first_batch(made)
+        F.cross_entropy(made.module(x), y).backward()
+        return late.weight.grad  # type: ignore[return-value]
+
     model = network()
     model[0].requires_grad_(False)
-    made = training(model)
+    made = training(model, guidance="isotropic")
     made.steps(1)
-    model[0].requires_grad_(True)
-    with pytest.raises((RuntimeError, ValueError)):
-        made.steps(1)
+    late = change(model)
+    with pytest.raises(RuntimeError, match="was not there, or frozen, when the model was made private"):
+        step(made, late)
+    assert late.weight.grad is None
+
+    monkeypatch.setattr(Taps, "_require_known_parameters", lambda self: None)
+    assert change is exchange or step(made, late) is not None  # without the guard: a gradient without noise
+
+
+def test_a_loss_that_trains_other_parameters_is_refused(monkeypatch: Patch) -> None:
+    """A head, or a loss with weights of its own, that another optimizer trains."""
+
+    def head(made: Training) -> nn.Linear:
+        other = nn.Linear(3, 3)
+        x, y = first_batch(made)
+        F.cross_entropy(other(made.module(x)), y).backward()
+        return other
+
+    made = training()
+    with pytest.raises(ValueError, match=r"shape \(3, 3\) that is not the private model's"):
+        head(made)
+    assert made.engine.ledger.steps == 0
+    made.steps(1, lambda out, y: F.cross_entropy(out @ torch.eye(3, requires_grad=True), y))  # nobody's parameter
+
+    monkeypatch.setattr(loss_check.LossCheck, "_check_parameters", lambda self, loss: None)
+    assert head(training()).weight.grad is not None  # without the guard: a gradient without noise
+
+
+def test_an_optimizer_with_other_parameters_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(loss_check.LossCheck, "_check_parameters", lambda self, loss: None)
     other = training(network())
     stranger = nn.Parameter(torch.ones(3))
     other.optimizer.add_param_group({"params": [stranger]})

@@ -25,7 +25,7 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self._leaves, self.structure = tree_flatten((args, kwargs))
         self.rows = rows
         self.axes: Sequence[int | None] = [None] * len(self._leaves)
         """Where each argument carries the examples."""
@@ -35,12 +35,12 @@ class Arguments:
         return [[*_axes(leaf, self.rows), None] for leaf in self._leaves]
 
     def take(self, rows: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments that consist of these rows."""
+        """Return arguments that consist of these rows; no gradient flows from them to what they were made from."""
         leaves = [
             leaf if axis is None else leaf.index_select(axis, torch.tensor(rows, device=leaf.device))
-            for leaf, axis in zip(self._leaves, self.axes, strict=True)
+            for leaf, axis in zip(map(_detached, self._leaves), self.axes, strict=True)
         ]
-        return tree_unflatten(leaves, self._structure)
+        return tree_unflatten(leaves, self.structure)
 
     def different_rows(self) -> list[int]:
         """Return up to three rows that are finite and differ from each other, or row 0 where there are none."""
@@ -56,12 +56,17 @@ class Arguments:
     @property
     def way(self) -> tuple[Any, Sequence[int | None]]:
         """The structure of the arguments, and where each of them carries the examples."""
-        return self._structure, tuple(self.axes)
+        return self.structure, tuple(self.axes)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of all tensors among the arguments."""
         return [tuple(leaf.shape) for leaf in self._leaves if isinstance(leaf, Tensor)]
+
+
+def _detached(leaf: Any) -> Any:
+    wanted = isinstance(leaf, Tensor) and leaf.requires_grad
+    return leaf.detach().requires_grad_() if wanted else leaf
 
 
 def _axes(leaf: Any, rows: int) -> list[int]:

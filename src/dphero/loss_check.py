@@ -1,13 +1,15 @@
 """Is the loss a mean (or a sum) over the examples? If not, one example moves the gradients of the others.
 
-The graph of the first few losses is read before they are back-propagated, from the loss down to where the batch is
-summed or averaged. Above that place everything must be linear: a root, a product or a maximum of batch averages
-belongs to no example. At that place the reduction must be the declared one, and the divisor must not depend on what
-the examples hold. Below it, up to the model's output, no statistic of the batch may flow back to the examples. What is
-not understood is accepted: a check that cries wolf is soon switched off.
+Losses are read before they are back-propagated: the first few, and a few more later on. The graph is followed from the
+loss down to where the batch is summed or averaged. Above that place everything must be linear: a root, a product or a
+maximum of batch averages belongs to no example. At that place the reduction must be the declared one, and the divisor
+must not depend on what the examples hold. Below it, up to the model's output, no statistic of the batch may flow back
+to the examples; nor may examples be compared with each other in other ways, which second derivatives show
+(:mod:`dphero.separable`). And the loss may train no parameter besides the model's. What is not understood is accepted:
+a check that cries wolf is soon switched off.
 
-Not seen from here: examples that are mixed before the model (mixup), and examples compared with each other by other
-means than batch statistics or a matrix of all pairs.
+Not seen from here: examples that are mixed before the model (mixup), and what is computed from several examples and
+enters the loss as a constant.
 """
 
 from __future__ import annotations
@@ -18,12 +20,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
+
+from dphero.separable import company
 
 __all__ = ["LossCheck"]
 
-_CHECKED = 4
-"""Losses that are read. A divisor that follows the data can agree with the number of rows by chance: not four times."""
+_FIRST = 4
+"""Losses that are read one after the other; then the gaps double, since a loss may change.
+
+A divisor that follows the data can agree with the number of rows by chance: not four times."""
+_ROUNDING = 1e-4
+"""How much of a second derivative rounding may bring about."""
 
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias"}
 _LINEAR |= {"Squeeze", "Unsqueeze", "Expand", "Stack", "Cat", "T", "Transpose", "Permute"}
@@ -34,14 +43,14 @@ _NONLINEAR |= {"Softmax", "LogSoftmax"}
 _RANKING = {"Max", "Min", "Amax", "Amin", "Norm", "LinalgVectorNorm", "Logsumexp", "Std", "Var", "StdMean", "VarMean"}
 _RANKING |= {"Prod", "Median", "Topk", "Kthvalue"}
 _PAIRS = {"Mm", "Cdist", "EuclideanDist"}
-_OUTPUT = "dphero.output"  # marks, in the graph, what the model returned
+_OUTPUT = "dphero.output"  # marks, in the graph, what the model returned, with its number among the node's outputs
 
 
 class LossCheck:
-    """Reads the first losses of a private model.
+    """Reads losses of a private model.
 
-    The model's outputs, and what is computed from them, are tensors of a subclass that does nothing but note
-    ``backward()``. After a few batches the check removes itself.
+    The model's outputs, and what is computed from them, are then tensors of a subclass that does nothing but note
+    ``backward()``.
 
     Args:
         module: The model.
@@ -50,18 +59,18 @@ class LossCheck:
     """
 
     def __init__(self, module: nn.Module, rows: Callable[[], int | None], declared: str) -> None:
-        self._rows, self._declared = rows, declared
-        self._seen = 0
+        self._module, self._rows, self._declared = module, rows, declared
+        self._read = 0
+        self._gap = self._left = 0  # outputs that are not watched after a loss was read; how many of them are to come
         self._divided_by_rows: int | None = None
         self._kind = _watched(self._check)
-        self._handle: Any = module.register_forward_hook(_Hook(self._watch))
 
-    def remove(self) -> None:
-        """Stop watching."""
-        self._handle.remove()
-
-    def _watch(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        if (self._rows() or 1) < 2 or not module.training:  # with one row nothing can be told apart
+    def watch(self, output: Any) -> Any:
+        """Return what the model returned, watched if the loss is to be read."""
+        if (self._rows() or 1) < 2:  # with one row nothing can be told apart
+            return output
+        if self._left:
+            self._left -= 1
             return output
         return tree_map(self._mark, output)
 
@@ -70,13 +79,14 @@ class LossCheck:
             return value
         watched = value.as_subclass(self._kind)
         node: Any = watched.grad_fn
-        node.metadata[_OUTPUT] = True
+        node.metadata[_OUTPUT] = watched.output_nr
         return watched
 
     def _check(self, loss: Tensor) -> None:
         rows = self._rows()
         if rows is None or rows < 2 or loss.grad_fn is None:
             return
+        self._check_parameters(loss.grad_fn)
         walk = _Walk(rows, self._declared)
         walk.follow(loss.grad_fn)
         if walk.divided_by_rows:
@@ -86,26 +96,34 @@ class LossCheck:
                     'declared: declare loss_reduction="mean", or divide by a constant such as the expected batch size'
                 )
             self._divided_by_rows = rows
-        self._seen += 1
-        if self._seen == _CHECKED:
-            self.remove()
+        outputs = [
+            GradientEdge(node, node.metadata[_OUTPUT])
+            for node in _nodes_below(loss.grad_fn)
+            if _OUTPUT in node.metadata
+        ]
+        meeting = company(loss.as_subclass(Tensor), outputs, rows, self._read)
+        if meeting > _ROUNDING:
+            raise ValueError(
+                "the loss compares the examples of a batch with each other (derivatives for one half of them depend on "
+                f"the other half, by {meeting:.2g} of their change): it is no mean over examples, and one example "
+                "changes the gradients of the others"
+            )
+        self._read += 1
+        if self._read >= _FIRST:
+            self._gap = self._left = 2 * self._gap or _FIRST
 
-
-class _Hook:
-    """A forward hook that copies and pickles of the model do without."""
-
-    def __init__(self, hook: Callable[[nn.Module, Any, Any], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        return self._hook(module, arguments, output)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (_unwatched,)
-
-
-def _unwatched(module: nn.Module, arguments: Any, output: Any) -> Any:
-    return output
+    def _check_parameters(self, loss: Any) -> None:
+        """Refuse a loss that trains other parameters too: nothing would be clipped, and no noise added."""
+        own = {id(parameter) for parameter in self._module.parameters()}
+        for node in _nodes_below(loss):
+            parameter = getattr(node, "variable", None)
+            if isinstance(parameter, nn.Parameter) and id(parameter) not in own:
+                raise ValueError(
+                    f"the loss has a gradient for a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "private model's: whoever trains it would do so without privacy. Make it a part of the module "
+                    "that is made private (the loss can be computed in its forward), freeze it, or detach() what comes "
+                    "from it."
+                )
 
 
 def _watched(check: Callable[[Tensor], None]) -> type[Tensor]:

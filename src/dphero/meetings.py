@@ -104,7 +104,7 @@ def _meet(
     if len(places) != 1 or operation.in_place:
         raise refused()
     layouts = taps.notes.layouts(key, [leaves[places[0]]], inputs, taps.rows, label)
-    leaves[places[0]] = out = attached(leaves[places[0]])
+    leaves[places[0]] = out = attached(leaves[places[0]], [plain(tensor) for tensor in tensors])
     for value in shared:
         value.value.expect(tape)
     layout_of = {id(tensor): layout for tensor, layout in zip(inputs, layouts[1:], strict=True)}
@@ -212,7 +212,7 @@ def _once_per_example(taps: Taps, tape: Tape, layout: Layout, aligned: list[int]
     value, own, rows = shared.value, shared.plain.shape, taps.rows
     size = list(aligned)
     size[layout.axis] = rows * layout.fold
-    copy = attached(shared.plain.detach().reshape(aligned).expand(size))
+    copy = _fresh(shared.plain.detach().reshape(aligned).expand(size))
     value.expect(tape)
 
     def carry(gradient: Tensor) -> dict[str, Piece]:
@@ -223,13 +223,24 @@ def _once_per_example(taps: Taps, tape: Tape, layout: Layout, aligned: list[int]
     return copy
 
 
-def attached(out: Tensor) -> Tensor:
-    """Give an output a place in the graph, though nothing that it was computed from requires a gradient.
+def attached(out: Tensor, beside: Sequence[Tensor]) -> Tensor:
+    """Give an output a place of its own in the graph, where a hook stays even if an in-place operation follows.
 
-    The output is no leaf, so that an in-place activation may follow.
+    So it is no leaf, though nothing that it was computed from may require a gradient; and no view, from which such an
+    operation would take the hook away.
+
+    Args:
+        out: The output.
+        beside: Tensors that may lie in the same memory, which then must not be written.
     """
-    if out.requires_grad:
-        return out
+    if out._is_view():
+        memory = out.untyped_storage().data_ptr()
+        held = any(tensor.untyped_storage().data_ptr() == memory for tensor in beside)
+        out = out.clone() if held else torch.ops.aten._unsafe_view(out, out.shape)
+    return out if out.requires_grad else _fresh(out)
+
+
+def _fresh(out: Tensor) -> Tensor:
     return _Fresh.apply(torch.empty(0, device=out.device, requires_grad=True), lambda: out)
 
 

@@ -4,17 +4,19 @@ The model is run at two batch sizes and in different company, to settle these qu
 
 * Where does each tapped tensor carry the examples? (:class:`~dphero.layout.Layout`: read off the shapes at both sizes,
   so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
-* Does each row depend on its own example alone? A model that mixes examples (batch statistics in any
-  disguise) cannot be made private.
+* Does each row depend on its own example alone, and its gradient? A model that mixes examples (batch statistics in
+  any disguise, a contrast that it returns as its loss) cannot be made private.
 * Does training write data into buffers or parameters? They would be published with the ``state_dict``.
 * Do the taps find the gradients that autograd finds? (:mod:`dphero.rehearsal`)
 
-Nothing is learned from the data's values, nothing of them is kept, and the model is left as it was.
+Nothing is learned from the data's values and nothing of them is kept. Parameters, buffers and random generators are
+left as they were; what a model writes into other attributes is not undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, product
@@ -26,9 +28,9 @@ from torch.utils._pytree import tree_flatten
 
 from dphero.arguments import Arguments
 from dphero.layers.generic import vmapped
-from dphero.layout import compare_shapes
+from dphero.layout import Layout, compare_shapes
 from dphero.plan import Axes, Call, Plan, Recording
-from dphero.rehearsal import rehearse
+from dphero.rehearsal import gradient_norms, rehearse
 from dphero.shared import NoSharedRule, plain
 from dphero.untouched import Untouched, same
 
@@ -45,6 +47,10 @@ _SLACK = 1e-5
 _SLACK_BETWEEN_SIZES = 1e-3
 _SLACK_UNDER_AUTOCAST = 0.05
 """between runs of different shapes."""
+_SMALL_GRADIENT = 1e-2
+"""Of the largest norm: rounding shows in what is smaller."""
+_SEEDS = range(6)
+"""What a random model is tried with besides: it may mix examples only now and then."""
 
 
 class MixedExamplesError(ValueError):
@@ -53,9 +59,17 @@ class MixedExamplesError(ValueError):
 
 @dataclass
 class _Run:
-    """A recorded forward pass: what it noted, what it wrote into parameters and buffers, whether it was random."""
+    """A recorded forward pass.
+
+    Attributes:
+        recording: What it noted.
+        returned: The shapes of the floating-point tensors that it returned.
+        written: What it wrote into parameters and buffers.
+        random: Whether it drew random numbers.
+    """
 
     recording: Recording
+    returned: list[torch.Size]
     written: dict[str, Tensor]
     random: bool
 
@@ -82,7 +96,10 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
             "Call the model on whole batches of that loader, examples in axis 0, or use `with engine.paused():` "
             "for other data."
         )
-    unclear = rows > 1 and any(0 in choice and 1 in choice for choice in choices)
+    known = taps.plan.arguments if taps.plan is not None and taps.plan.examples_independent else []
+    settled = [way for way in ways if (batch.structure, way) in known]
+    ways = settled or ways
+    unclear = not settled and rows > 1 and any(0 in choice and 1 in choice for choice in choices)
     problem: Exception | None = None
     for way in ways:
         batch.axes = way
@@ -111,15 +128,17 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
 
 
 def _passes(taps: Taps, batch: Arguments) -> bool:
+    """Tell whether a model could be private if the batch were read so; something of the examples must come out then."""
     rules = [site.rule for site in taps.sites]
+    examination = _Examination(taps, batch)
     try:
-        _Examination(taps, batch).run()
+        examination.run()
     except Exception:
         return False
     finally:
         for site, rule in zip(taps.sites, rules, strict=True):
             site.rule = rule
-    return True
+    return any(examination.carrying)
 
 
 class _Examination:
@@ -129,6 +148,7 @@ class _Examination:
         self._taps, self._batch = taps, batch
         self._untouched = Untouched(taps.module)
         self._hints: dict[Call, Axes] = {}
+        self.carrying: list[bool] = []  # which floating-point tensors that the model returned carry the examples
         self._labels = {
             id(child): f"{path or 'the model'!r} ({type(child).__name__})"
             for path, child in taps.module.named_modules()
@@ -141,10 +161,13 @@ class _Examination:
         for _ in range(_ROUNDS):
             try:
                 calls, small, large = self._settle(mixed)
+                self.carrying = _carrying(small, large)
                 if len(rows) > 1:
                     self._compare(rows, mixed, small, large)
                 plan = Plan(calls, [self._batch.way], len(rows) > 1)
                 rehearse(self._taps, plan, self._untouched, self._batch.take(mixed[0]), _SIZES[0], random=small.random)
+                if len(rows) > 1:
+                    self._compare_gradients(plan, rows, mixed[0])
                 return plan
             except NoSharedRule as error:
                 if error.site is None or error.site.rule is vmapped:
@@ -153,7 +176,7 @@ class _Examination:
                 self._hints.clear()
         raise AssertionError
 
-    def _record(self, rows: Sequence[int], *, training: bool = True) -> _Run:
+    def _record(self, rows: Sequence[int], *, training: bool = True, seed: int | None = None) -> _Run:
         """Run the model on these rows and note all that is to be compared."""
         recording = Recording(len(rows), self._hints)
 
@@ -164,14 +187,22 @@ class _Examination:
 
         hook = nn.modules.module.register_module_forward_hook(note)
         try:
-            with self._untouched.run() as changes:
+            with self._untouched.run(seed) as changes:
                 if not training:
                     self._taps.module.eval()
                 args, kwargs = self._batch.take(rows)
-                note(self._taps.module, None, self._taps.run(recording, None, args, kwargs))
+                out = self._taps.run(recording, None, args, kwargs)
+                tensors = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+                if not tensors:
+                    raise ValueError(
+                        f"the model returns a {type(out).__name__}, and no tensor is found in it, so that it cannot be "
+                        "examined. Return a tensor, or tuples, lists and dictionaries of them."
+                    )
+                note(self._taps.module, None, out)
         finally:
             hook.remove()
-        return _Run(recording, changes.state, changes.random)
+        returned = [tensor.shape for tensor in tensors if tensor.is_floating_point()]
+        return _Run(recording, returned, changes.state, changes.random)
 
     # -- where the examples lie -------------------------------------------------------------------------------
 
@@ -226,16 +257,10 @@ class _Examination:
                     "Such a model cannot be made private."
                 )
         _require_same_state(small, large)
-        for position, row in enumerate(rows):
-            alone = self._record([row] * _SIZES[0])
-            _require_same_state(small, alone)
-            for key, layout in layouts.items():
-                if layout is None or layout.shared or key not in alone.recording.trace:
-                    continue
-                first, second = (layout.split(run.recording.trace[key], _SIZES[0])[position] for run in (small, alone))
-                _require_close(
-                    key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
-                )
+        self._compare_companies(rows, small, layouts)
+        if small.random:
+            for seed in _SEEDS:
+                self._compare_companies(rows, self._record(mixed[0], seed=seed), layouts, seed)
         if small.random:  # dropout draws other numbers at another size
             small, large = (self._record(rows, training=False) for rows in mixed)
         if small.random:
@@ -250,6 +275,56 @@ class _Examination:
             what = "the size of the batch or the order of its examples"
             short = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
             _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
+
+    def _compare_companies(
+        self, rows: list[int], small: _Run, layouts: Mapping[tuple[str, int], Layout | None], seed: int | None = None
+    ) -> None:
+        """Check that each example gives the same as among copies of itself."""
+        for position, row in enumerate(rows):
+            alone = self._record([row] * _SIZES[0], seed=seed)
+            _require_same_state(small, alone)
+            for key in small.recording.trace:  # in the order in which they came: the first is the cause
+                layout = layouts.get(key)
+                if layout is None or layout.shared or key not in alone.recording.trace:
+                    continue
+                outputs = [run.recording.trace[key] for run in (small, alone)]
+                if outputs[0].shape != outputs[1].shape:
+                    raise MixedExamplesError(
+                        f"{key[0]}: the shape of its output depends on the other examples of the batch "
+                        f"({tuple(outputs[0].shape)} and {tuple(outputs[1].shape)}). Pad all batches to one length, "
+                        "not each to its longest example."
+                    )
+                first, second = (layout.split(output, _SIZES[0])[position] for output in outputs)
+                _require_close(
+                    key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
+                )
+
+    def _compare_gradients(self, plan: Plan, rows: list[int], mixed: list[int]) -> None:
+        """Check that each example's gradient is what it is among copies of itself: they may meet on the way back."""
+
+        def norms(rows: list[int]) -> dict[str, Tensor]:
+            call = self._batch.take(rows)
+            return gradient_norms(self._taps, plan, self._untouched, call, len(rows), self.carrying)
+
+        together = norms(mixed)
+        largest = max((float(each.max()) for each in together.values()), default=0.0)
+        for position, row in enumerate(rows):
+            alone = norms([row] * len(mixed))
+            for name in [name for name in together if name in alone]:
+                pair = float(together[name][position]), float(alone[name][position])
+                gap, scale = abs(pair[0] - pair[1]), max(*pair, _SMALL_GRADIENT * largest)
+                short = together[name].dtype in (torch.float16, torch.bfloat16)
+                if math.isfinite(gap) and gap > (_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES) * scale:
+                    raise MixedExamplesError(
+                        f"an example's gradient for {name!r} depends on the other examples of the batch; it changes by "
+                        f"{gap / scale:.2g} of its size. Such a model cannot be made private. If it returns its loss, "
+                        "that must be a mean over the examples."
+                    )
+
+
+def _carrying(small: _Run, large: _Run) -> list[bool]:
+    layouts = [compare_shapes(a, b, *_SIZES) for a, b in zip(small.returned, large.returned, strict=False)]
+    return [layout is not None and not layout.shared for layout in layouts]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ the examples, are not those of autograd is found out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from dphero.untouched import Untouched
 if TYPE_CHECKING:
     from dphero.taps import Taps
 
-__all__ = ["rehearse"]
+__all__ = ["gradient_norms", "rehearse"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -41,24 +41,44 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
         untouched: Puts the model back as it was.
         call: Arguments of the model.
         rows: The number of examples in them.
-        random: Whether the model draws random numbers; it is then compared in evaluation mode.
+        random: Whether the model draws random numbers. Layer rules may draw others than the layers themselves: then it
+            is compared in evaluation mode alone.
 
     Raises:
         ValueError: If output or gradients are not those of ordinary autograd.
     """
-    owners = {name: (site.label, site.parameters[local]) for site in taps.sites for local, name in site.names.items()}
-    parameters = {name: parameter for name, (_, parameter) in owners.items()}
-    with untouched.run():
-        found, out = _tapped(taps, plan, call, rows, parameters)
+    _compare(taps, plan, untouched, call, rows, training=True, random=random)
     if random:
         try:
-            with untouched.run():
-                taps.module.eval()
-                found, out = _tapped(taps, plan, call, rows, parameters)
+            _compare(taps, plan, untouched, call, rows, training=False)
         except Unforeseen:
             return  # other calls in evaluation mode: nothing to compare with
+
+
+def gradient_norms(
+    taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows: int, batched: Sequence[bool]
+) -> dict[str, Tensor]:
+    """Return the norm of each example's gradient, by parameter, of a number that the outputs make up.
+
+    It is no linear function of outputs that carry the examples (``batched``), so that what flows back differs from
+    example to example. Of others it is: a mean over the examples may be among them.
+    """
+    with untouched.run():
+        found, _ = _tapped(taps, plan, call, rows, _parameters(taps), batched)
+    return {name: norms.sqrt() for batch in found for name, norms in batch.square_norms.items()}
+
+
+def _compare(
+    taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows: int, *, training: bool, random: bool = False
+) -> None:
+    owners = {name: site.label for site in taps.sites for name in site.names.values()}
+    parameters = _parameters(taps)
+    with untouched.run():
+        if not training:
+            taps.module.eval()
+        found, out = _tapped(taps, plan, call, rows, parameters)
     with untouched.run(), taps.paused():
-        if random:
+        if not training:
             taps.module.eval()
         expected_out = _floats(taps.root_forward(*call[0], **call[1]))
         objective = _objective([y for x, y in zip(out, expected_out, strict=True) if not isinstance(x, Shared)])
@@ -66,26 +86,39 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
     short = any(value.dtype in (torch.float16, torch.bfloat16) for value in (*parameters.values(), *expected_out))
     tolerance = _SHORT_TOLERANCE if short else _TOLERANCE
     if any(_difference(plain(x), y) > tolerance for x, y in zip(out, expected_out, strict=True)):
+        if random:
+            return
         raise ValueError("the tapped model computes another output than the model itself: a registered rule is wrong")
     largest = max(map(_largest, expected.values()), default=0.0)
-    for name, (label, parameter) in owners.items():  # one at a time: a gradient is as large as its parameter
+    for name, parameter in parameters.items():  # one at a time: a gradient is as large as its parameter
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         pair = (_sum(found, name, zero), expected.pop(name, zero))
         if _difference(*pair, floor=1e-3 * largest) > tolerance:
             raise ValueError(
-                f"parameter {name!r} of {label}: the taps found another gradient than autograd. Its layer rule is "
-                "wrong, or the model's code reaches the parameter by another way than the attribute of its module."
+                f"parameter {name!r} of {owners[name]}: the taps found another gradient than autograd. Its layer rule "
+                "is wrong, or the model's code reaches the parameter by another way than the attribute of its module."
             )
 
 
+def _parameters(taps: Taps) -> dict[str, nn.Parameter]:
+    return {name: site.parameters[local] for site in taps.sites for local, name in site.names.items()}
+
+
 def _tapped(
-    taps: Taps, plan: Plan, call: Arguments, rows: int, parameters: Mapping[str, nn.Parameter]
+    taps: Taps,
+    plan: Plan,
+    call: Arguments,
+    rows: int,
+    parameters: Mapping[str, nn.Parameter],
+    curved: Sequence[bool] = (),
 ) -> tuple[list[GradientBatch], list[Tensor]]:
     """Return the gradients that the taps find (none, or one batch of them), and the outputs."""
     found: list[GradientBatch] = []
     tape = Tape(rows, {name: identity(tuple(p.shape)) for name, p in parameters.items()}, found.append)
     out = _floats(taps.run(plan, tape, *call))
-    objective = _objective([value for value in out if not isinstance(value, Shared)])
+    bends = [*curved, *[False] * (len(out) - len(curved))]
+    bent = [each * (1 + each / 2) if bend else each for each, bend in zip(out, bends, strict=True)]
+    objective = _objective([value for value in bent if not isinstance(value, Shared)])
     before, taps.tape = taps.tape, tape
     try:
         if objective is not None:

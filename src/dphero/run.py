@@ -54,16 +54,17 @@ class Run:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
         self.lot_sum = LotSum(mechanism.clipping)
+        self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self.taps = Taps(
             module,
             parameters,
             geometry=lambda: mechanism.norm_geometry,
             rows=self._rows,
             consume=self._consume,
+            returned=self._loss_check.watch,
             cuda_graphs=cuda_graphs,
             usual_rows=usual_rows,
         )
-        self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         # the private gradients, as they were put into .grad; they live no longer than the user keeps them there
         self._handed: dict[str, weakref.ref[Tensor]] = {}
@@ -188,7 +189,6 @@ class Run:
     def detach(self) -> None:
         """Take everything away again."""
         self.taps.detach()
-        self._loss_check.remove()
         for handle in self._hooks:
             handle.remove()
 

@@ -48,6 +48,7 @@ class Taps:
         geometry: Name to geometry in which norms are taken; read anew for each batch.
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
+        returned: Sees what the model returns, and may put something else in its place.
         cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`), ``"compiled"``: after compiling them.
         usual_rows: How many rows a physical batch rarely exceeds: those of a recording.
 
@@ -67,11 +68,12 @@ class Taps:
         geometry: Callable[[], Mapping[str, Geometry]],
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
+        returned: Callable[[Any], Any] = lambda out: out,
         cuda_graphs: bool | Literal["compiled"] = False,
         usual_rows: int = 0,
     ) -> None:
         self.module = module
-        self._geometry, self._rows, self._consume = geometry, rows, consume
+        self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
         self.plan: Plan | None = None
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
@@ -89,6 +91,10 @@ class Taps:
             for local, parameter in child._parameters.items()
             if parameter is not None and (parameter.requires_grad or id(parameter) in self._names)
         ]
+        # those that require a gradient now and are not trained are constants
+        self._known = {id(table[local]): table[local] for table, local in self._slots}
+        self._buffer_tables = [child._buffers for child in module.modules()]
+        self._written: set[tuple[int, str]] = set()  # buffers that passes write, and that was examined
         forwards = {site.module: self._site_forward(site) for site in self.sites}
         forwards |= {child: self._pool_forward(child) for child in module.modules() if halves(child)}
         self.root_forward = forwards.get(module, module.forward)
@@ -126,7 +132,17 @@ class Taps:
     def _run_root(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active or self.following:
             return self.root_forward(*args, **kwargs)
-        rows = self._rows()
+        self._require_known_parameters()
+        before = self._buffers()
+        out = self._run_tapped(args, kwargs, self._rows())
+        written = {place for place, version in self._buffers().items() if before.get(place) != version}
+        if not written <= self._written:  # not so when the model was examined
+            self._written |= written
+            assert self.plan is not None
+            self.plan = self.plan.joined(probe(self, args, kwargs, self._rows()))
+        return self._returned(out)
+
+    def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         if self.plan is None or not self.plan.examples_independent:
             self.plan = probe(self, args, kwargs, rows)
@@ -152,6 +168,27 @@ class Taps:
                     ) from None
                 self.plan = self.plan.joined(probe(self, args, kwargs, rows))
         raise AssertionError
+
+    def _require_known_parameters(self) -> None:
+        """Refuse a parameter that was added, exchanged or unfrozen since: its gradient would be the plain one."""
+        for child in self.module.modules():
+            for local, parameter in child._parameters.items():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in self._known:
+                    path = next(path for path, other in self.module.named_modules() if other is child)
+                    raise RuntimeError(
+                        f"parameter {f'{path}.{local}'.strip('.')!r} was not there, or frozen, when the model was made "
+                        "private: its gradient would have no noise. Freeze it (requires_grad_(False)), or detach() the "
+                        "engine and make the model private anew."
+                    )
+
+    def _buffers(self) -> dict[tuple[int, str], tuple[int, int]]:
+        """Return which tensor each buffer is, and how often it was written."""
+        return {
+            (number, local): (id(buffer), buffer._version)
+            for number, table in enumerate(self._buffer_tables)
+            for local, buffer in table.items()
+            if buffer is not None
+        }
 
     def new_tape(self, rows: int, *, replayed: bool = False) -> Tape:
         """Open the tape of a physical batch; no backward pass through an earlier one counts any more."""
@@ -204,7 +241,7 @@ class Taps:
 
     def _pool_forward(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
-        return lambda x: max_pool(x, otherwise=original) if self.following else original(x)
+        return lambda input: max_pool(input, otherwise=original) if self.following else original(input)
 
     def _stand_in(self, slot: Slot) -> Tensor:
         """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
@@ -243,7 +280,7 @@ class Taps:
             return self._share(site, out, make, saved, split)
         if self.tape is None or isinstance(out, Shared):
             return plain(out)
-        out = attached(out)
+        out = attached(out, inputs)
         self.watch(out, layouts, make, saved, site.label, names=site.names, split=split)
         return out
 

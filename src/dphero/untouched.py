@@ -39,14 +39,21 @@ class Untouched:
         self._own_generators = [value for value in attributes if isinstance(value, torch.Generator)]
 
     @contextmanager
-    def run(self) -> Iterator[Changes]:
-        """Run something; say what it changed; put everything back, random generators included."""
+    def run(self, seed: int | None = None) -> Iterator[Changes]:
+        """Run something; say what it changed; put everything back, random generators included.
+
+        Args:
+            seed: What random generators start from; left out, from where they are.
+        """
         changes = Changes()
         generators = self._generators()
         try:
+            if seed is not None:
+                self._seed(seed)
+            started = self._generators()
             yield changes
         finally:
-            changes.random = generators != self._generators()
+            changes.random = started != self._generators()
             self._set_generators(generators)
             changes.state = self._changed()
             self._restore()
@@ -81,6 +88,15 @@ class Untouched:
         state: Any = np.random.get_state()
         name, keys, *rest = state
         return [random.getstate(), (name, keys.tobytes(), *rest), *(state.numpy().tobytes() for state in states)]
+
+    def _seed(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for generator in self._own_generators:
+            generator.manual_seed(seed)
+        for device in self._devices:
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
     def _set_generators(self, states: list[Any]) -> None:
         random.setstate(states[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -12,7 +13,7 @@ from dphero.factors import Diagonal, Factor, LowRank
 from dphero.geometry import Geometry
 from dphero.guidance import PCA
 from tests.models.zoo import CASES
-from tests.oracle import Batch, compare, guided, micro_batches, tapped, trained
+from tests.oracle import Batch, Tapped, compare, guided, micro_batches, tapped, trained
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 PRECISIONS = pytest.mark.parametrize("dtype", TOLERANCE, ids=["single", "double"])
@@ -77,6 +78,23 @@ def test_gradients_are_those_of_micro_batches(name: str, kind: str, dtype: torch
 @pytest.mark.parametrize("name", FEW)
 def test_other_geometries(name: str, kind: str, dtype: torch.dtype) -> None:
     check(name, dtype, kind)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_one_row(name: str) -> None:
+    """Strides mean nothing along an axis of one: what is only nearly contiguous counts as contiguous then."""
+    model, inputs = make(name, torch.float64)
+    before = copy.deepcopy(model.state_dict())
+    with Tapped(model, len(inputs[0])) as one:
+        loss(model, *inputs).backward()
+        model.load_state_dict(before)  # some models write buffers in each forward pass
+        one.rows = 1
+        loss(model, *(x[:1] for x in inputs)).backward()
+    for parameter, gradients in expected(name, torch.float64).items():
+        piece = one.found[1].pieces.get(parameter)
+        found = torch.zeros_like(gradients[:1]) if piece is None else piece.instantiate().to_dense()
+        torch.testing.assert_close(found, gradients[:1], rtol=1e-6, atol=1e-8)
 
 
 def test_the_comparison_can_fail() -> None:

@@ -65,9 +65,9 @@ def convolution_arguments(
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(call: Call, x: Tensor) -> Tensor:
+def convolution(call: Call, input: Tensor) -> Tensor:
     """Tap a convolution with any stride, padding, dilation and groups."""
-    module = call.module
+    module, x = call.module, input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     padding: tuple[int, ...] | str = module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":

@@ -18,19 +18,19 @@ __all__ = ["embedding", "embedding_bag"]
 
 
 @register(nn.Embedding)
-def embedding(call: Call, index: Tensor) -> Tensor:
+def embedding(call: Call, input: Tensor) -> Tensor:
     """Tap an embedding; the padding row gets no gradient."""
     module = call.module
     assert isinstance(module, nn.Embedding)
-    return _look_up(call, index, module.num_embeddings, module.padding_idx)
+    return _look_up(call, input, module.num_embeddings, module.padding_idx)
 
 
 @register(nn.EmbeddingBag)
 def embedding_bag(
-    call: Call, index: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    call: Call, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
     """Tap bags of equal length: an embedding, then a sum, mean or maximum over each bag without its padding."""
-    module = call.module
+    module, index = call.module, input
     assert isinstance(module, nn.EmbeddingBag)
     if index.dim() != 2 or offsets is not None:
         raise ValueError(

@@ -18,14 +18,14 @@ __all__ = ["linear", "linear_pieces"]
 
 
 @register(nn.Linear)
-def linear(call: Call, x: Tensor) -> Tensor:
+def linear(call: Call, input: Tensor) -> Tensor:
     """Tap a linear layer with any number of positions."""
-    room = call.site.memory.setdefault("sum", Recycled()) if x.is_cpu else None
+    room = call.site.memory.setdefault("sum", Recycled()) if input.is_cpu else None
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         return linear_pieces(delta, x, bias=call.wants("bias"), room=room)
 
-    return call.tap(lambda: F.linear(x, call["weight"], call.get("bias")), make, x)
+    return call.tap(lambda: F.linear(input, call["weight"], call.get("bias")), make, input)
 
 
 def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, room: Recycled | None = None) -> dict[str, Piece]:

@@ -20,15 +20,15 @@ __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 
 @register(nn.LayerNorm)
-def layer_norm(call: Call, x: Tensor) -> Tensor:
+def layer_norm(call: Call, input: Tensor) -> Tensor:
     """Tap a layer norm."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
     shape, eps = list(module.normalized_shape), module.eps
     return call.tap(
-        lambda: F.layer_norm(x, shape, call.get("weight"), call.get("bias"), eps),
+        lambda: F.layer_norm(input, shape, call.get("weight"), call.get("bias"), eps),
         _trailing(call, lambda x: F.layer_norm(x, shape, None, None, eps), len(shape)),
-        x,
+        input,
     )
 
 
@@ -46,9 +46,9 @@ def rms_norm(call: Call, x: Tensor) -> Tensor:
 
 
 @register(nn.GroupNorm)
-def group_norm(call: Call, x: Tensor) -> Tensor:
+def group_norm(call: Call, input: Tensor) -> Tensor:
     """Tap a group norm."""
-    module = call.module
+    module, x = call.module, input
     assert isinstance(module, nn.GroupNorm)
     if torch.is_autocast_enabled(x.device.type):
         x = x.float()  # what autocast does for group norms; the kernel below wants input and weight of one kind
@@ -59,12 +59,14 @@ def group_norm(call: Call, x: Tensor) -> Tensor:
     )
 
     def make(delta: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> dict[str, Piece]:
-        # with the examples as further channels, torch's own kernel gives one gradient for each example and channel
+        # With the examples as further channels, torch's own kernel gives one gradient for each example and channel. It
+        # takes memory to be in order, whatever the strides say.
         n, apart = len(delta), (1, len(delta) * channels, -1)
+        delta, x = (value.reshape(apart).contiguous() for value in (delta, x))
         _, scale, shift = torch.ops.aten.native_group_norm_backward(
-            delta.reshape(apart), x.reshape(apart), mean.reshape(1, -1), inverse.reshape(1, -1),
+            delta, x, mean.reshape(1, -1), inverse.reshape(1, -1),
             delta.new_empty(n * channels),  # its shape matters
-            1, n * channels, x[0, 0].numel(), n * groups,
+            1, n * channels, x.shape[2], n * groups,
             (False, call.wants("weight"), call.wants("bias")),
         )  # fmt: skip
         found = {"weight": scale, "bias": shift}
@@ -74,15 +76,15 @@ def group_norm(call: Call, x: Tensor) -> Tensor:
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(call: Call, x: Tensor) -> Tensor:
+def instance_norm(call: Call, input: Tensor) -> Tensor:
     """Tap an instance norm (one with running statistics is refused when the model is made private)."""
     module = call.module
     assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
     eps = module.eps
     return call.tap(
-        lambda: F.instance_norm(x, weight=call.get("weight"), bias=call.get("bias"), eps=eps),
+        lambda: F.instance_norm(input, weight=call.get("weight"), bias=call.get("bias"), eps=eps),
         _channels(call, lambda x: F.instance_norm(x, eps=eps)),
-        x,
+        input,
     )
 
 

@@ -20,9 +20,9 @@ __all__ = ["recurrent", "recurrent_cell"]
 
 
 @register(nn.RNN, nn.GRU, nn.LSTM)
-def recurrent(call: Call, x: Tensor, state: Any = None) -> Any:
+def recurrent(call: Call, input: Tensor, hx: Any = None) -> Any:
     """Tap an RNN, GRU or LSTM: several layers, both directions, projections."""
-    module = call.module
+    module, x, state = call.module, input, hx
     assert isinstance(module, nn.RNNBase)
     _require_batch(call, x, 3)
     if module.batch_first:
@@ -87,9 +87,9 @@ def _step(module: nn.Module, outer: Tensor, inner: Tensor, hidden: Tensor, cell:
 
 
 @register(nn.RNNCell, nn.GRUCell, nn.LSTMCell)
-def recurrent_cell(call: Call, x: Tensor, state: Any = None) -> Any:
+def recurrent_cell(call: Call, input: Tensor, hx: Any = None) -> Any:
     """Tap one step of an RNN, GRU or LSTM."""
-    module = call.module
+    module, x, state = call.module, input, hx
     assert isinstance(module, nn.RNNCellBase)
     _require_batch(call, x, 2)
     lstm = isinstance(module, nn.LSTMCell)
