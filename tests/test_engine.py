@@ -8,6 +8,7 @@ import math
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -394,8 +395,10 @@ def test_seeds_make_runs_repeatable() -> None:
     a, b, c = first.steps(3), second.steps(3), other.steps(3)
     assert all(same(x, y) for x, y in zip(a, b, strict=True))
     assert not any(same(x, y) for x, y in zip(a, c, strict=True))
-    with pytest.raises(ValueError, match=r"seed must be a whole number, got 'a'"):
-        training(seed="a")
+    assert same(a[0], training(seed=np.int64(1)).steps(1)[0])
+    for seed in ("a", 1.0, True):
+        with pytest.raises(ValueError, match=f"seed must be a whole number, got {seed!r}"):
+            training(seed=seed)
     with pytest.raises(ValueError, match="takes no seed"):
         training(secure=True, seed=1)
 

@@ -82,7 +82,9 @@ MEANS: dict[str, Loss] = {
     "focal": lambda out: ((1 - (-each(out)).exp()) ** 2 * each(out)).mean(),
     "several terms": lambda out: F.cross_entropy(out, Y) + 0.1 * out.pow(2).mean() - 0.01 * out.abs().sum(1).mean(),
     "stacked": lambda out: torch.stack([out.mean(), out.pow(2).mean()]).sum(),
-    "scaled for half precision": lambda out: F.cross_entropy(out, Y) * 65536.0,
+    "weighted by 1000": lambda out: F.cross_entropy(out, Y) * 1000,
+    "weighted by 16": lambda out: F.cross_entropy(out, Y) * 16,
+    "summed over each example's pixels": lambda out: F.mse_loss(out.repeat(1, 1024), X.repeat(1, 1024)) * 1024,
     "accumulated": lambda out: F.cross_entropy(out, Y) / 4,
     "in place": lambda out: F.cross_entropy(out.div_(2.0), Y),
     "double": lambda out: F.cross_entropy(out.double(), Y).float(),
@@ -172,6 +174,13 @@ MIXED: dict[str, tuple[Loss, str]] = {
         'a sum over the examples, but .*"mean" was declared',
     ),
     "a sum by hand": (lambda out: out.pow(2).sum(), 'loss_reduction="sum"'),
+    "scaled for half precision": (lambda out: F.cross_entropy(out, Y) * 65536.0, r"multiplied by 65536.*GradScaler"),
+    "scaled by a scaler": (
+        lambda out: torch.amp.GradScaler("cpu", init_scale=1024.0).scale(F.cross_entropy(out, Y)),
+        r"multiplied by 1024.*without a scaler",
+    ),
+    "scaled, and accumulated": (lambda out: 1024 * (F.cross_entropy(out, Y) / 3), r"multiplied by 1024"),
+    "a scaled sum by rows": (lambda out: each(out).sum() / ROWS * 1024, r"multiplied by 1024"),
     "a sum by a constant": (lambda out: out.pow(2).sum() / 16, "divided by something else than the number of rows"),
 }
 
@@ -181,6 +190,13 @@ def test_losses_that_are_no_mean_are_refused(name: str) -> None:
     loss, match = MIXED[name]
     with pytest.raises(ValueError, match=f"(?s){match}"):
         check(loss, "mean", CLASSIFIER, X)
+
+
+def test_a_scaled_sum_is_refused() -> None:
+    for loss in (lambda out: each(out).sum() / 100 * 1024, lambda out: 1024 * (out.pow(2).mean() * ROWS)):
+        with pytest.raises(ValueError, match=r"multiplied by 1024"):
+            check(loss, "sum", CLASSIFIER, X)
+    check(lambda out: out.mean() * (256 * ROWS), "sum", nn.Linear(CLASSES, 256), X)  # a sum over 256 columns
 
 
 def test_a_long_loop_is_read_quickly() -> None:

@@ -20,9 +20,10 @@ from torch.utils.data import TensorDataset
 
 from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
-from dphero.factors import Scalar
+from dphero.factors import Diagonal, LowRank, Scalar
 from dphero.geometry import Geometry, identity
 from dphero.guidance import PCA, Block, History, Isotropic, Released, weights
+from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism
 from tests.trainer import Training, network, training
 
@@ -348,6 +349,135 @@ def test_every_release_is_charged_once(options: dict[str, Any], event: PoissonGa
     assert dict(run.engine.ledger.counts) == {event: 7}
 
 
+def test_an_interrupted_release_uses_its_number_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while noise is drawn: the charge stands, the lot is over, and training goes on."""
+    run = training()
+    run.steps(2)
+    noise = mechanism(run).noise
+    draw = type(noise)._draw
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(noise), "_draw", interrupted)
+    lot = run.loader.lots.next
+    with pytest.raises(KeyboardInterrupt):
+        run.steps(1)
+    monkeypatch.setattr(type(noise), "_draw", draw)
+    assert all(p.grad is None for p in run.module.parameters())
+    assert run.loader.lots.next == lot + 1
+    run.steps(2)
+    assert run.engine.ledger.steps == 5 and run.engine.steps == 5
+    run.engine._run.state_dict()  # type: ignore[union-attr]  # and can be saved
+
+
+def test_a_lot_that_guidance_has_seen_does_not_come_again() -> None:
+    class Nervous(History):
+        def observe(self, released: Released) -> None:
+            raise OSError("no space left")
+
+    run = training(guidance=Nervous())
+    for lot in range(3):
+        assert run.loader.lots.next == lot
+        with pytest.raises(OSError, match="no space"):
+            run.steps(1)
+    assert run.engine.ledger.steps == 3
+
+
+@pytest.mark.parametrize("bad", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_batch_that_fails_half_way_is_not_left_out(bad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught and passed over, it would take its lot-mates' part in the sum along: one example, many times C."""
+    run = training(physical_batch_size=4)
+    add, calls = LotSum.add, []
+
+    def fail_once(self: LotSum, *args: Any, **options: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise bad
+        add(self, *args, **options)
+
+    def epoch() -> None:
+        for x, y in run.loader:
+            run.optimizer.zero_grad()
+            try:
+                F.cross_entropy(run.module(x), y).backward()
+                run.optimizer.step()
+            except bad:
+                continue
+
+    monkeypatch.setattr(LotSum, "add", fail_once)
+    with pytest.raises(RuntimeError, match="handed out but not back-propagated"):
+        epoch()
+    assert run.engine.ledger.steps == 0
+    x, y = next(iter(run.loader))  # anew: the lot is whole again
+    F.cross_entropy(run.module(x), y).backward()
+
+
+def test_a_batch_that_failed_cannot_be_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of it may be in the sum already."""
+    run = training()
+    x, y = next(iter(run.loader))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(LotSum, "add", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        F.cross_entropy(run.module(x), y).backward()
+    with pytest.raises(RuntimeError, match=r"spoiled by an error.*anew"):
+        F.cross_entropy(run.module(x), y).backward()
+    run.steps(1)
+    assert run.engine.ledger.steps == 1
+
+
+def test_a_guidance_may_write_into_what_it_gave_away() -> None:
+    """Norms are taken and noise is shaped at different times: both must see the same shape."""
+    scales = torch.ones(48)
+    basis = torch.linalg.qr(torch.randn(8, 2))[0]
+    for factor in (Diagonal(scales), LowRank(basis, torch.tensor([2.0, 3.0]), 0.5)):
+        x = torch.randn(4, factor.size)
+        before = factor.whiten(x)
+        scales.fill_(0.1)
+        basis.zero_()
+        assert torch.equal(factor.whiten(x), before)
+
+
+def test_a_shape_in_which_rounding_would_show_is_refused() -> None:
+    """A float32 sum of many gradients along the strongest direction is off, by rounding, in the weakest one too."""
+    model = nn.Sequential(nn.Linear(6, 6))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.linalg.qr(torch.randn(6, 6))[0] * torch.logspace(-4, 0, 6))
+    sharp = PCA(exponent=1.0, floor=0.0)
+    with pytest.raises(ValueError, match=r"'0.weight' would be .* times stronger.*floor.*float64"):
+        training(copy.deepcopy(model), guidance=sharp)
+    training(copy.deepcopy(model), guidance=PCA(exponent=1.0, floor=0.1))
+    training(copy.deepcopy(model), guidance=sharp, mechanism="ball")  # the sum is clipped to a ball
+
+
+@pytest.mark.parametrize("guidance", [PCA(refresh_every=2), History("full", refresh_every=2)], ids=["pca", "history"])
+def test_the_loop_may_run_under_autocast(guidance: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        run = training(guidance=guidance)
+        run.steps(5, lambda out, y: F.cross_entropy(out.float(), y))
+    assert run.engine.steps == 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance": PCA(refresh_every=2, solver="subspace", components=2)},
+        {"guidance": History("full", refresh_every=2), "clipping": "adaptive"},
+        {"secure": True},
+    ],
+)
+def test_a_default_device_is_for_the_users_own_tensors(options: Any) -> None:
+    """With "cuda", as some set it: here "meta", which has no data, stands for any but the model's."""
+    run = training(**options)
+    torch.set_default_device("meta")
+    try:
+        run.steps(5)
+    finally:
+        torch.set_default_device(None)
+    assert run.engine.steps == 5
+
+
 def test_a_shuffled_epoch_is_charged_without_amplification() -> None:
     run = training(sampling="shuffle", noise_multiplier=2.0, dataset_size=None)
     run.steps(7)  # five lots an epoch
@@ -366,7 +496,7 @@ def test_the_event_is_recorded_before_the_noise_is_drawn(monkeypatch: pytest.Mon
     monkeypatch.setattr(mechanism(run).noise, "fill", fail)
     with pytest.raises(MemoryError):
         run.steps(1)
-    assert run.engine.ledger.steps == 1 and run.engine.steps == 0
+    assert run.engine.ledger.steps == 1 and run.engine.steps == 1  # its number is used up
     assert all(p.grad is None for p in run.module.parameters())
 
 

@@ -707,8 +707,7 @@ def test_forked_processes_do_not_share_a_stream(make):
     for child in children:
         child.join()
     drawn.append(draw(source, 100, release=1, dtype=torch.float64)[0].numpy())
-    distinct = len(np.unique(np.concatenate(drawn)))
-    assert distinct == (100 if make is make_fast else 300)  # a seed promises repetition
+    assert len(np.unique(np.concatenate(drawn))) == 300  # a seed does not make it otherwise: noise is used once
 
 
 def resume_in_child(source: FastNoise, state, queue) -> None:

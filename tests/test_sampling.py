@@ -322,6 +322,59 @@ def test_an_empty_lot_is_a_batch_of_one_blank_row(source: Any) -> None:
     assert label.tolist() == ([3] if source else [0])  # still a valid label
 
 
+class Doubling(TensorDataset):
+    """A subclass that makes its examples in a way of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(2 * value for value in super().__getitem__(index))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_subclass_of_tensor_datasets_makes_its_own_examples(workers: int) -> None:
+    source = DataLoader(Doubling(torch.ones(30, 2)), batch_size=6, num_workers=workers)
+    (x,) = next(iter(private_loader(source)))
+    assert torch.equal(x, torch.full_like(x, 2.0))
+
+
+class Ready(Dataset):
+    """A dataset that returns whole batches, and has none without examples."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert indices
+        return torch.tensor(indices)[:, None] + 1.0, torch.tensor(indices)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("batches are made at once")
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class ReadyTensor(Ready):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return super().__getitems__(indices)[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_return_ready_batches(workers: int) -> None:
+    source = DataLoader(Ready(), batch_size=6, collate_fn=as_it_is, num_workers=workers)
+    batches = visit(private_loader(source, physical=4))
+    assert all(torch.equal(x[:, 0], index + 1.0) for x, index in batches)
+    expected = [PoissonSampler(30, 0.2, 1).draw(lot).tolist() for lot in range(5)]
+    assert [i for _, index in batches for i in index.tolist()] == [i for lot in expected for i in lot]
+    x, index = next(iter(private_loader(source, rate=1e-9)))
+    assert x.tolist() == [[0.0]] and index.tolist() == [0]
+
+
+def test_a_ready_batch_may_be_one_tensor() -> None:
+    source = DataLoader(ReadyTensor(), batch_size=6, collate_fn=as_it_is)
+    assert next(iter(private_loader(source))).tolist() == PoissonSampler(30, 0.2, 1).draw(0).tolist()
+
+
 def test_a_lot_is_refused_before_it_is_drawn() -> None:
     def refuse() -> None:
         raise RuntimeError("no more")

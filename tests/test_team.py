@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dphero.noise import FastNoise, team
+from dphero.noise import FastNoise, fast, team
 
 Patch = pytest.MonkeyPatch
 
@@ -132,6 +132,40 @@ def test_an_error_of_the_own_work_comes_when_the_team_is_done(way: str, two_thre
     with pytest.raises(ValueError, match="own"), team.alongside(own):
         team.together(lambda number: done.extend(todo), 2)
     assert done == list(range(50))
+
+
+@pytest.mark.parametrize("function", [torch.linalg.qr, torch.linalg.svd])
+def test_the_own_work_may_decompose_matrices(way: str, function: Any, two_threads: None) -> None:
+    """LAPACK calls together a team of its own for some sizes; here it waited for ever."""
+    for size in (6, 24, 64):
+        matrix = torch.randn(256, size, dtype=torch.float64)
+        with team.alongside(lambda matrix=matrix: function(matrix)):  # type: ignore[misc]
+            team.together(lambda number: None, 2)
+    assert torch.get_num_threads() == 2
+
+
+def test_an_interrupt_is_not_lost_on_the_way_into_a_call(two_threads: None) -> None:
+    """Python looks for signals at the very beginning of a call, where C is the only one to see what is raised."""
+
+    class Region:
+        def __call__(self, function: Any, data: Any, threads: int, flags: int) -> None:
+            """OpenMP with one thread, and a callback that raised before its first line."""
+
+    before, team._enter_region = team._enter_region, Region()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            team.together(lambda number: None, 2)
+        noise = torch.zeros(200_000)
+        with pytest.raises(KeyboardInterrupt):
+            FastNoise(5).fill([noise], 1.0, 0)
+    finally:
+        team._enter_region = before
+
+
+def test_noise_that_is_not_all_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "together", lambda work, threads: None)
+    with pytest.raises(RuntimeError, match="only 0 of 4 pieces of noise were drawn"):
+        FastNoise(5).fill([torch.zeros(400_000)], 1.0, 0)
 
 
 def test_matrix_products_go_on_afterwards(way: str) -> None:

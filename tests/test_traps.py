@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
+import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -282,6 +284,61 @@ def test_resuming_replays_no_noise(tmp_path: Any) -> None:
 
     assert not any(same(first, second) for first in early for second in resume(forget=False))
     assert all(same(first, second) for first, second in zip(early, resume(forget=True), strict=True))
+
+
+def in_a_fork(work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns in a forked process, or the message of its error."""
+    mine, theirs = multiprocessing.Pipe()
+
+    def child() -> None:
+        torch.set_num_threads(1)  # OpenMP's threads did not survive the fork
+        try:
+            theirs.send(work())
+        except RuntimeError as error:
+            theirs.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    try:
+        assert mine.poll(60), "the child hangs"
+        return mine.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking where there are threads
+@pytest.mark.parametrize("options", [{"seed": 3}, {"seed": None}, {"secure": True}, {"sampling": "shuffle"}], ids=str)
+def test_a_forked_process_does_not_go_on_with_its_parents_training(
+    options: dict[str, Any], monkeypatch: Patch, tmp_path: Any
+) -> None:
+    if options.get("sampling") == "shuffle":
+        options = {**options, "dataset_size": None}
+    made, unused = training(**options), training(**options)
+    made.steps(1)
+    made.engine.save(tmp_path / "run.pt")
+    x, y = first_batch(made)
+
+    def release() -> int:
+        F.cross_entropy(made.module(x), y).backward()
+        return made.engine.steps
+
+    def draw_again() -> list[float]:
+        return first_batch(made)[0].flatten().tolist()
+
+    def resume() -> int:
+        unused.engine.load(tmp_path / "run.pt")
+        unused.steps(1)
+        return unused.engine.steps
+
+    assert "this one is a fork" in str(in_a_fork(release))
+    assert "this one is a fork" in str(in_a_fork(draw_again))
+    assert in_a_fork(resume) == 2
+    assert release() == 2  # the parent goes on
+    monkeypatch.setattr(Lots, "require_own_process", lambda self: None)
+    lot = draw_again()
+    assert in_a_fork(draw_again) == lot  # without the guard
 
 
 # -- adaptive clipping ------------------------------------------------------------------------------
@@ -610,6 +667,30 @@ def test_a_loss_of_an_earlier_batch_is_not_taken_for_the_present_one() -> None:
             break
         F.cross_entropy(made.module(x), y).backward()
     assert made.engine.ledger.steps == 0
+
+
+def test_an_earlier_batch_does_not_count_again_along_with_a_later_one(monkeypatch: Patch) -> None:
+    x = torch.zeros(8, 6)
+    x[0] = 100.0  # the one example with a gradient
+
+    def rehearsing(seed: int) -> float:
+        layer = nn.Linear(6, 3, bias=False)
+        nn.init.zeros_(layer.weight)
+        made = training(
+            layer, dataset=TensorDataset(x, torch.zeros(8, dtype=torch.long)),
+            noise_multiplier=1e-6, guidance="isotropic", physical_batch_size=2, seed=seed,
+            sample_rate=1.0, expected_batch_size=8, dataset_size=None,
+        )  # fmt: skip
+        before: Tensor | float = 0.0
+        for inputs, labels in made.loader:
+            (F.cross_entropy(made.module(inputs), labels) + before).backward()
+            before = F.cross_entropy(made.module(inputs), labels)
+        return 8 * float(made.gradients()["weight"].norm())
+
+    with pytest.raises(RuntimeError, match="belongs to an earlier batch"):
+        rehearsing(0)
+    monkeypatch.setattr(run.Run, "before_batch", lambda self: None)
+    assert max(rehearsing(seed) for seed in range(3)) == pytest.approx(2.0, rel=1e-3)  # without the guard: 2 C
 
 
 @pytest.mark.parametrize("physical", [None, 3])

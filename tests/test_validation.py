@@ -212,6 +212,9 @@ def test_parameters_that_cannot_be_trained_are_refused() -> None:
     turned = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"complex64; only real floating-point"):
         trained_parameters(turned, [SGD(turned.parameters(), lr=0.1)])
+    half = nn.Linear(2, 2, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"is float16, .*float32 .*or bfloat16"):
+        trained_parameters(half, [SGD(half.parameters(), lr=0.1)])
 
 
 @pytest.mark.parametrize("name", [*optimizers(network()), "norm"])

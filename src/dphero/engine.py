@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ from dphero.clipping import make_clipping
 from dphero.guidance import Guidance, resolve
 from dphero.lot_sum import Diagnostics
 from dphero.mechanism import Mechanism, Mode
-from dphero.noise import FastNoise, SecureNoise
+from dphero.noise import FastNoise, NoiseSource, SecureNoise
 from dphero.run import Run, require_free
 from dphero.sampling import (
     Lots,
@@ -89,7 +90,7 @@ class PrivacyEngine:
         self.accountant = accountant
         self._run: Run | None = None
         self._ledger = Ledger()
-        self._seeds: set[int] = set()
+        self._used: set[str] = set()  # marks of the keys of noise: none may be used again
         self._past_notes: dict[str, None] = {}
 
     def make_private(
@@ -166,7 +167,7 @@ class PrivacyEngine:
             _require_consent(unsound, sampling)
             if clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
                 raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
-        key = self._key(secure, seed)
+        noise, key = self._sources(secure, seed)
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         require_private_modules(module)
         require_free(module)
@@ -210,7 +211,7 @@ class PrivacyEngine:
                     noise_multiplier=float(noise_multiplier),
                     layers={name: template.layer for name, template in templates.items()},
                 ),
-                noise=SecureNoise() if secure else FastNoise(seed),
+                noise=noise,
                 noise_multiplier=float(noise_multiplier),
                 expected_lot=lot,
                 event=event,
@@ -222,13 +223,13 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             cuda_graphs=cuda_graphs,
         )
-        if seed is not None:
-            self._seeds.add(seed)
+        self._used |= _mark(noise)
         loader = PrivateLoader(
             data_loader,
             sampler,
             lots,
             before_lot=self._run.before_lot,
+            before_batch=self._run.before_batch,
             expected_batch_size=lot,
             physical_batch_size=physical_batch_size,
         )
@@ -310,11 +311,12 @@ class PrivacyEngine:
     def limit(self, epsilon: float, delta: float) -> None:
         """Refuse, from now on, every lot that would take the run beyond (ε, δ).
 
-        For ``mechanism="published"`` this is a Rényi filter, whose size must be fixed before the first release.
+        For ``mechanism="published"`` this is a Rényi filter, whose size must be fixed before the first release. To
+        resume such a run, set the same limit before :meth:`load`.
         """
         run = self._attached
-        if run.mechanism.mode == "published" and run.mechanism.releases:
-            raise RuntimeError('with mechanism="published" a limit must be set before the first step')
+        if self._accountant == "filter" and self.ledger.steps:
+            raise RuntimeError('with mechanism="published" a limit must be set before the first step of this engine')
         run.mechanism.budget = Budget(epsilon, delta, accountant=self._accountant)
 
     # -- what it costs ------------------------------------------------------------------------------------
@@ -394,7 +396,8 @@ class PrivacyEngine:
             scheduler: Anything with ``state_dict``.
             extra: Whatever else the caller wants back from :meth:`load`: tensors and plain values.
         """
-        checkpoint.save(path, self._attached.state_dict(), scheduler, extra)
+        state = {**self._attached.state_dict(), "notes": list(self._notes), "used_keys": sorted(self._used)}
+        checkpoint.save(path, state, scheduler, extra)
 
     def load(self, path: str | PathLike[str], *, scheduler: Any = None) -> dict[str, Any]:
         """Continue a saved run, exactly as it would have gone on.
@@ -413,7 +416,11 @@ class PrivacyEngine:
         if (saved.scheduler is None) != (scheduler is None):
             how = "without" if saved.scheduler is None else "with"
             raise ValueError(f"{path} was saved {how} a scheduler; load it the same way")
-        self._attached.load_state_dict(saved.engine)
+        run = self._attached
+        run.load_state_dict(saved.engine)
+        # nothing was released before: what is known of earlier training is what the file says (older ones are silent)
+        self._past_notes = dict.fromkeys(saved.engine.get("notes", ()))
+        self._used = {*saved.engine.get("used_keys", ()), *_mark(run.mechanism.noise)}
         if scheduler is not None:
             scheduler.load_state_dict(saved.scheduler)
         saved.restore_random()
@@ -439,19 +446,31 @@ class PrivacyEngine:
             raise RuntimeError("the engine trains no model: call make_private first")
         return self._run
 
-    def _key(self, secure: bool, seed: int | None) -> int | None:
-        """Return the key of the lots: secret, and another one than that of the noise."""
+    def _sources(self, secure: bool, seed: int | None) -> tuple[NoiseSource, int | None]:
+        """Return the noise, and the key of the lots: secret, and another one than that of the noise."""
         if secure and seed is not None:
             raise ValueError("secure=True draws from the operating system; it takes no seed")
         if secure:
-            return None
+            return SecureNoise(), None
         if seed is None:
-            return secrets.randbits(128)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise ValueError(f"seed must be a whole number, got {seed!r}")
-        if seed in self._seeds:
+            return FastNoise(), secrets.randbits(128)
+        seed = _whole_seed(seed)
+        noise = FastNoise(seed)
+        if _mark(noise) & self._used:
             raise ValueError(f"this engine has used seed {seed} already: the same noise would be added a second time")
-        return int.from_bytes(hashlib.blake2b(f"lots {seed}".encode(), digest_size=16).digest())
+        return noise, int.from_bytes(hashlib.blake2b(f"lots {seed}".encode(), digest_size=16).digest())
+
+
+def _whole_seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    return int(seed)
+
+
+def _mark(noise: NoiseSource) -> set[str]:
+    """Return a hash by which the key of a noise source is known again; none if its key is never repeated."""
+    key = noise.state_dict().get("key")
+    return set() if key is None else {hashlib.blake2b(f"used {key}".encode(), digest_size=16).hexdigest()}
 
 
 def _require_consent(unsound: bool, sampling: str) -> None:

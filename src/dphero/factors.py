@@ -29,7 +29,8 @@ class Factor(ABC):
     """A symmetric positive definite `size x size` operator A on one axis of a tensor.
 
     It acts on the last axis, or on the rows of a matrix (`axis=-2`) without transposing anything. It computes
-    in its own precision (`dtype`) and answers in the precision it was given. A factor never changes.
+    in its own precision (`dtype`) and answers in the precision it was given. A factor never changes: what it is
+    made from is copied.
 
     Attributes:
         size: k, the length of the axis it acts on.
@@ -171,7 +172,7 @@ class Diagonal(Factor):
     _arguments = ("scales",)
 
     def __init__(self, scales: Tensor):
-        self.scales = scales.detach().to(torch.promote_types(scales.dtype, torch.float32))
+        self.scales = scales.detach().to(torch.promote_types(scales.dtype, torch.float32), copy=True)
         self.size, self.dtype = len(scales), self.scales.dtype
         self._admit(*map(float, torch.aminmax(self.scales)))  # NaN spreads to both
 
@@ -230,7 +231,7 @@ class Singular(Factor):
     def __init__(self, basis: Tensor, scales: Tensor):
         if not bool(scales.isfinite().all()) or float(scales.min()) != 0.0:
             raise ValueError("the scales of a Singular factor are finite, and the smallest is 0")
-        self.basis, self.scales = basis.detach(), scales.detach().to(basis)
+        self.basis, self.scales = basis.detach().clone(), scales.detach().to(basis)
         self.size, self.dtype = len(basis), self.basis.dtype
         self.smallest, self.largest = 0.0, float(scales.max())
         self.matrix = (self.basis * self.scales) @ self.basis.mT
@@ -338,12 +339,13 @@ def times(matrix: Tensor, x: Tensor, add: Tensor | None = None, beta: float = 1.
 
 def _sent(rows: Sequence[Sequence[float]], beside: Tensor) -> Tensor:
     """Returns rows of numbers where and as another tensor is: one journey, and nothing is waited for."""
-    return to_device(torch.tensor(rows, dtype=beside.dtype), beside.device)
+    return to_device(torch.tensor(rows, dtype=beside.dtype, device="cpu"), beside.device)
 
 
 def _orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:
     """Returns the basis, in float64 and orthonormalised anew where A's condition number needs that."""
-    basis = basis.to(torch.promote_types(basis.dtype, torch.float32))
+    # A copy, into which nobody else can write; but not of what was made here, of which the defect is known.
+    basis = basis.to(torch.promote_types(basis.dtype, torch.float32), copy=defect is None)
     defect = orthonormality_defect(basis) if defect is None else defect
     if not defect < 1e-2:
         raise ValueError(f"the basis of a factor must be orthonormal, and U^T U differs from I by {defect:.3g}")

@@ -77,6 +77,11 @@ class Geometry:
         """The smallest singular value of A."""
         return math.prod((f.smallest for f in (self.left, self.right, self.flat) if f is not None), start=1.0)
 
+    @property
+    def largest(self) -> float:
+        """The largest singular value of A."""
+        return math.prod((f.largest for f in (self.left, self.right, self.flat) if f is not None), start=1.0)
+
     def whiten(self, g: Tensor) -> Tensor:
         """Returns A^-1 g (g itself where A is the identity)."""
         return self._apply(g, inverse=True)

@@ -33,6 +33,8 @@ _FIRST = 4
 A divisor that follows the data can agree with the number of rows by chance: not four times."""
 _ROUNDING = 1e-4
 """How much of a second derivative rounding may bring about."""
+_LOSS_SCALE = 256
+"""From here on, a loss that is multiplied by a power of two is taken to be scaled for half precision."""
 
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias"}
 _LINEAR |= {"Squeeze", "Unsqueeze", "Expand", "Stack", "Cat", "T", "Transpose", "Permute"}
@@ -174,6 +176,7 @@ class _Walk:
                     todo.append((children[0][0], factors, averaged))
                 else:
                     self._check_reduction(node, reduction, factors)
+                    self._check_scale(_shape(*children[0]), reduction, factors)
                     self._check_rows(*children[0], averaged)
                     self._check_company(children[0][0])
             elif kind in _LINEAR or kind in _SELECTING:
@@ -235,6 +238,25 @@ class _Walk:
                 'reduction="none", take the mean over each example\'s own targets, then over the examples; or use '
                 'reduction="sum", divide by a public constant, and declare loss_reduction="sum".'
             )
+
+    def _check_scale(self, shape: tuple[int, ...], reduction: str, factors: tuple[float, ...]) -> None:
+        """Refuse a loss that a ``GradScaler`` has scaled.
+
+        Args:
+            shape: Of what is summed or averaged. A factor that divides its size turns means over an example into sums.
+            reduction: ``"mean"`` or ``"sum"``.
+            factors: The constants that multiply it.
+        """
+        scales = [math.prod(factors), *factors]
+        if reduction != self._declared:  # one of the factors is the number of rows, or its inverse
+            scales = [scales[0] * self._rows if reduction == "sum" else scales[0] / self._rows]
+        for scale in filter(_is_loss_scale, scales):
+            if math.prod(shape) // self._rows % round(scale):
+                raise ValueError(
+                    f"the loss is multiplied by {scale:g}, as by loss scaling (GradScaler). Private gradients are "
+                    "clipped, so that the scale is lost, and unscaling makes each update that much smaller. Train "
+                    "without a scaler, with bfloat16 if need be."
+                )
 
     def _check_company(self, node: Any) -> None:
         """Refuse what lets examples meet between the model's output and the place where the batch is reduced."""
@@ -313,6 +335,12 @@ def _factor(node: Any, kind: str) -> tuple[float, ...]:
     constants = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
     values = [float(c) for c in constants if c is not None and (not isinstance(c, Tensor) or c.numel() == 1)]
     return tuple(1 / value if kind == "Div" and value else value for value in values[:1])
+
+
+def _is_loss_scale(number: float) -> bool:
+    """Whether a number is a large power of two, up to rounding."""
+    fraction, _ = math.frexp(number)
+    return number > 0.9 * _LOSS_SCALE and any(math.isclose(fraction, power, rel_tol=1e-5) for power in (0.5, 1.0))
 
 
 def _children(node: Any) -> list[tuple[Any, int]]:

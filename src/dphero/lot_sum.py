@@ -49,7 +49,7 @@ class LotSum:
         """Start a new lot."""
         self._settle()
         self._sums: dict[str, Tensor] = {}
-        self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64)
+        self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64, device="cpu")
         self._finite, self._norms = 0.0, 0.0  # number of finite gradients in this lot, and the sum of their norms
 
     @property

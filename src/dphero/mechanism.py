@@ -31,12 +31,18 @@ from dphero.clipping import Clipping
 from dphero.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.noise import NoiseSource, alongside, can_keep
+from dphero.precision import exactly
 
 __all__ = ["Lot", "Mechanism", "Mode"]
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["ellipsoid", "ball", "published"]
+
+_ROUNDING = 0.1
+"""Of C: what one example may add in whitened space by changing how a sum is rounded, were all gradients alike."""
+_MILD = 10.0
+"""Conditions up to which a shape magnifies that little."""
 
 
 class Lot(Protocol):
@@ -115,7 +121,8 @@ class Mechanism:
 
     def refresh(self) -> None:
         """Ask guidance for the geometry of the coming releases, unless it has given it already."""
-        self._geometry, self._next = self._next or self._asked(), None
+        with exactly():
+            self._geometry, self._next = self._next or self._asked(), None
         self._begun, self._renewed_at = False, self.releases
 
     def _asked(self) -> dict[str, Geometry]:
@@ -126,10 +133,27 @@ class Mechanism:
         geometry = {**self._identity, **found}
         if self.mode != "published" and any(shape.smallest == 0 for shape in geometry.values()):
             raise ValueError("guidance leaves directions without noise, which gives no privacy: give it a floor")
+        if self.mode == "ellipsoid":
+            self._require_digits(geometry)
         if self.mode == "ball":
             smallest = min(shape.smallest for shape in geometry.values())
             geometry = {name: shape.scaled(1 / smallest) for name, shape in geometry.items()}
         return geometry
+
+    def _require_digits(self, geometry: Mapping[str, Geometry]) -> None:
+        """Refuse a shape in which the rounding of a sum shows beside the noise.
+
+        A sum is rounded relative to its size, which is that of its strongest direction, and by how much depends on
+        every example. In the weakest direction of the noise that counts `condition` times as much.
+        """
+        for name, shape in geometry.items():
+            condition, dtype = shape.largest / shape.smallest, self._parameters[name].dtype
+            if condition > _MILD and condition * torch.finfo(dtype).eps * self.expected_lot > _ROUNDING:
+                raise ValueError(
+                    f"the noise of {name!r} would be {condition:.3g} times stronger in some directions than in others. "
+                    f"With lots of {self.expected_lot:g}, the rounding of {dtype} would show through where it is weak: "
+                    "give guidance a floor or a smaller exponent, or train in float64 (module.double())"
+                )
 
     def before_lot(self) -> None:
         """Refuse a lot that the budget does not cover; renew the geometry when its time has come.
@@ -140,7 +164,8 @@ class Mechanism:
         if age >= self.guidance.refresh_every:
             self.refresh()
         elif age == self.guidance.refresh_every - 1 and isinstance(self.guidance, Prepares):
-            self._begun = self.guidance.prepare(self._released())
+            with exactly():
+                self._begun = self.guidance.prepare(self._released())
         self.check_budget()
 
     def _ask_ahead(self) -> None:
@@ -211,21 +236,23 @@ class Mechanism:
         onto = self._becoming_gradients(lot.sums, further) if on_cpu else {}
         flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
-        query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64)]
+        query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64, device="cpu")]
         rest = [*flat, *normals, *query]
         stds = [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)]
-        with alongside(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
-            self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto))
-            for name, noise in gradients.items():
-                if name in further:
-                    self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
-                elif not self.noise_geometry[name].is_identity:
-                    self.noise_geometry[name].colour_(noise)
+        try:
+            with alongside(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
+                self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto))
+                for name, noise in gradients.items():
+                    if name in further:
+                        self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
+                    elif not self.noise_geometry[name].is_identity:
+                        self.noise_geometry[name].colour_(noise)
+        finally:  # whatever happened (an interrupt, say): this number will not be served again
+            self.releases += 1
         sums = lot.sums
         named = [name for name in others if name in sums]
         if named:
             torch._foreach_add_([others[name] for name in named], [sums[name] for name in named])
-        self.releases += 1
         if self.guidance.needs_gradients:
             self._last = gradients
             self.guidance.observe(self._released())

@@ -1,16 +1,16 @@
-"""Which precision a GPU computes products in."""
+"""Which precision products are computed in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Explicitly", "products_in"]
+__all__ = ["Explicitly", "exactly", "products_in"]
 
 _aten = torch.ops.aten
 
@@ -31,6 +31,18 @@ def _products_on_gpu(short: bool) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def exactly() -> AbstractContextManager[Any]:
+    """Compute without a graph, and in full precision even inside the user's autocast: norm and noise must agree."""
+    shorter = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not shorter:
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    for device in shorter:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 @torch.library.custom_op("dphero::product", mutates_args=(), tags=(torch.Tag.flexible_layout,))

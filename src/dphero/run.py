@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -79,10 +79,17 @@ class Run:
     # -- one lot ------------------------------------------------------------------------------------------
 
     def before_lot(self) -> None:
-        """Called by the loader before it hands out the first batch of a lot; nothing is left of an earlier try."""
-        self.taps.clear()
+        """Called by the loader before it draws a lot; nothing is left of an earlier try."""
+        self.before_batch()
         self.lot_sum.clear()
         self.mechanism.before_lot()
+
+    def before_batch(self) -> None:
+        """Called by the loader before it hands out a physical batch; forward passes on earlier ones are forgotten.
+
+        Otherwise they could be back-propagated along with this one, and their examples would count twice.
+        """
+        self.taps.clear()
 
     def _rows(self) -> int:
         batch = self.lots.current
@@ -104,13 +111,21 @@ class Run:
             raise RuntimeError(
                 "this backward pass belongs to an earlier batch; call backward() before the next batch is drawn"
             )
-        batch = self.lots.capture()
+        batch, before, released = self.lots.capture(), self.mechanism.releases, None
         scale = batch.rows if self._loss_reduction == "mean" else 1
-        self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
-        if batch.last:
-            released = self.mechanism.release(self.lot_sum)
-            self.lots.release()
-            self.lot_sum.clear()
+        added = False
+        try:
+            self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
+            if batch.last:
+                released = self.mechanism.release(self.lot_sum)
+            added = True
+        finally:
+            if self.mechanism.releases > before:  # even if an error followed: nobody may see this lot a second time
+                self.lots.release()
+                self.lot_sum.clear()
+            elif not added:
+                self.lots.spoil()
+        if released is not None:
             self._hand_over(released)
 
     def _hand_over(self, gradients: dict[str, Tensor]) -> None:
@@ -199,6 +214,9 @@ class Run:
         waiting = {name: self.parameters[name].grad for name in self._handed if self._holds_private(name)}
         return {
             "loss_reduction": self._loss_reduction,
+            "expected_batch_size": self.mechanism.expected_lot,
+            "optimizer_classes": self._optimizer_classes,
+            "filter": self._filter,
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mechanism": self.mechanism.state_dict(),
@@ -243,8 +261,20 @@ class Run:
                 self._handed[name] = weakref.ref(parameter.grad)
         self._waiting = {self.optimizers[number] for number in state["waiting"]}
 
+    @property
+    def _optimizer_classes(self) -> list[str]:
+        return [type(optimizer).__name__ for optimizer in self.optimizers]
+
+    @property
+    def _filter(self) -> list[float] | None:
+        """ε, δ and order of the Rényi filter that was fixed before the first release, if there is one."""
+        budget = self.mechanism.budget
+        if budget is None or budget.accountant != "filter":
+            return None
+        return [budget.epsilon, budget.delta, budget.filter_order]
+
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Find out what does not fit before anything is changed."""
+        """Find out what does not fit before anything is changed; older checkpoints lack some of it."""
         states = (state["module"], self.module.state_dict())
         theirs, mine = ({n: getattr(v, "shape", None) for n, v in saved.items()} for saved in states)
         if theirs != mine:
@@ -257,8 +287,33 @@ class Run:
                 f"the checkpoint was made with {len(state['optimizers'])} optimizers over groups of {saved} "
                 f"parameters, this engine has {len(self.optimizers)} over groups of {ours}"
             )
+        here = self._optimizer_classes
+        classes = state.get("optimizer_classes", here)
+        if classes != here:
+            raise ValueError(
+                f"the checkpoint was made with {', '.join(classes)}, this engine has {', '.join(here)}: one optimizer "
+                "cannot go on with the state of another. Resume with the same class."
+            )
         if state["loss_reduction"] != self._loss_reduction:
             raise ValueError(f"the checkpoint was made with loss_reduction={state['loss_reduction']!r}")
+        lot = state.get("expected_batch_size", self.mechanism.expected_lot)
+        if lot != self.mechanism.expected_lot:
+            raise ValueError(
+                f"the checkpoint was made with expected_batch_size={lot:g}, this engine has "
+                f"{self.mechanism.expected_lot:g}: every gradient would be divided by another number than before"
+            )
+        self._check_filter(state.get("filter"))
+
+    def _check_filter(self, saved: Sequence[float] | None) -> None:
+        """Refuse a filter that was not there from the first release on: its size may follow from what came out."""
+        ours = self._filter
+        if (saved and list(saved)) != ours:
+            theirs, here = (f"limit({each[0]:g}, {each[1]:g})" if each else "no known limit" for each in (saved, ours))
+            raise ValueError(
+                f'the checkpoint was made with {theirs}, this engine has {here}: with mechanism="published" a limit is '
+                "fixed before the first release of a run, and stays. Load into a fresh engine with the limit of the "
+                "checkpoint, or without one if it has none."
+            )
 
 
 class _Guard:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from dphero.geometry import Geometry
 from dphero.lengths import Lengths, rank_one_norms
 from dphero.pieces import Bias, Explicit, Outer, Piece, combine
 from dphero.pooling import pool
+from dphero.precision import exactly
 
 __all__ = ["GradientBatch", "PieceMaker", "Tape"]
 
@@ -114,7 +114,7 @@ class Tape:
                     f"the input of {label} was changed in place after the layer had used it; its gradient "
                     "would be wrong. Use the out-of-place form of that operation."
                 )
-            with _exactly():
+            with exactly():
                 for local, piece in make(gradient, *kept).items():
                     if local in names:
                         self.deliver(names[local], piece)
@@ -163,7 +163,7 @@ class Tape:
     def _finish(self) -> None:
         while self._late:
             self._late.pop()()
-        with _exactly():
+        with exactly():
             for name, pieces in self._arrived.items():
                 self._take(name, combine(pieces))
             if self._small:
@@ -182,17 +182,5 @@ class Tape:
                 {name: norms for name, (_, norms) in ready.items()},
             )
         ready.clear()  # the pieces are the batch's alone
-        with _exactly():
+        with exactly():
             self._consume(batch)
-
-
-def _exactly() -> AbstractContextManager[Any]:
-    """Compute without a graph, and in full precision even inside the user's autocast: norm and sum must agree."""
-    shorter = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not shorter:
-        return torch.no_grad()
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    for device in shorter:
-        stack.enter_context(torch.autocast(device, enabled=False))
-    return stack

@@ -125,6 +125,11 @@ def trained_parameters(module: nn.Module, optimizers: list[Optimizer]) -> dict[s
             raise ValueError(f"parameter {name!r} has no shape yet: call the model once on public data first")
         if not parameter.is_floating_point():
             raise ValueError(f"parameter {name!r} is {parameter.dtype}; only real floating-point parameters get noise")
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"parameter {name!r} is float16, whose smallest numbers are too large for the noise of a private "
+                "gradient: use float32 (module.float(); autocast is fine) or bfloat16"
+            )
     return wanted
 
 

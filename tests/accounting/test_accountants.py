@@ -28,7 +28,8 @@ from dphero.accounting import (
     claimed_by_paper,
     price,
 )
-from dphero.accounting.curves import _poisson_gaussian_rdp, gaussian_epsilon, poisson_gaussian_pld
+from dphero.accounting.curves import _poisson_gaussian_rdp, gaussian_epsilon, poisson_gaussian_pld, rdp_epsilon
+from dphero.accounting.line_search import LineSearchStep
 
 MNIST_RATE = 256 / 60000
 
@@ -227,6 +228,36 @@ def test_little_noise_is_priced_without_exhausting_memory(sigma):
     found = price(ledger_of(PoissonGaussian(0.5, sigma), 3), 1e-5, coarse=True)
     exact = gaussian_epsilon(math.sqrt(3) / sigma, 1e-5)
     assert 0.2 * exact < found.epsilon <= price(ledger_of(PoissonGaussian(0.5, sigma), 3), 1e-5, "rdp").epsilon
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "filter"])
+def test_what_overflows_is_not_free(accountant):
+    """A divergence that is not a number proves nothing; dp_accounting takes it for epsilon 0."""
+    assert price(ledger_of(AdaptiveGaussian(0.01, 1e-155), 10), 1e-5, "filter").epsilon == math.inf
+    assert price(ledger_of(LineSearchStep(0.01, 1.0, 710.0), 1), 1e-5, "filter").epsilon > 100
+    with pytest.raises(ValueError, match="beyond what can be computed with"):
+        price(ledger_of(PoissonGaussian(0.01, 1e-155), 10), 1e-5, accountant)
+    assert rdp_epsilon((2.0, 8.0), np.array([np.nan, np.nan]), 1e-5) == math.inf
+    assert rdp_epsilon((2.0, 8.0), np.array([np.nan, 1.0]), 1e-5) == rdp_epsilon((8.0,), np.array([1.0]), 1e-5)
+
+
+def test_tiny_losses_have_a_finer_grid():
+    """Rounded to 1e-4 each, a hundred thousand losses of 1e-5 would cost three times what they do."""
+    ledger = ledger_of(PoissonGaussian(1e-4, 10.0), 100_000)
+    assert price(ledger, 1e-5).epsilon == pytest.approx(0.0075, abs=1e-4)
+    assert price(ledger, 1e-5).epsilon < price(ledger, 1e-5, "rdp").epsilon
+
+
+def test_more_steps_never_cost_less_where_the_accountant_changes():
+    few, many = (price(ledger_of(PoissonGaussian(1e-4, 10.0), steps), 1e-5) for steps in (10**6, 10**6 + 1))
+    assert (few.accountant, many.accountant) == ("pld", "rdp") and few.epsilon < many.epsilon
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("steps", [84_000, 96_000])
+def test_a_huge_price_is_finite(steps):
+    found = price(ledger_of(PoissonGaussian(0.1, 1.0), steps), 1e-3)
+    assert found.accountant == "rdp" and math.isfinite(found.epsilon) and "priced by rdp" in found.warning
 
 
 def test_orders_that_do_not_converge_are_left_out_quietly(caplog):

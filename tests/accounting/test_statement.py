@@ -7,6 +7,7 @@ import pytest
 from dphero.accounting import (
     UNSOUND_AS_PUBLISHED,
     AdaptiveGaussian,
+    Gaussian,
     Ledger,
     PoissonGaussian,
     ShuffledGaussian,
@@ -49,6 +50,15 @@ def test_epsilon_is_that_of_the_accountant_and_never_shrinks_in_print(ledger):
     shown = float(found.text.split("epsilon = ")[1].split(" at")[0])
     assert exact <= shown <= exact + 1e-3
     assert found.price.epsilon == exact
+
+
+@pytest.mark.parametrize("sigma", [0.002, 0.05, 0.0123, 1.0])
+def test_a_large_epsilon_does_not_shrink_in_print_either(sigma):
+    ledger = Ledger()
+    ledger.record(Gaussian(sigma))
+    exact = price(ledger, 1.2345678e-5).epsilon
+    shown = float(statement(ledger, 1.2345678e-5).text.split("epsilon = ")[1].split(" at")[0])
+    assert exact <= shown <= exact + 1e-3
 
 
 def test_an_approximation_is_not_called_a_bound(ledger):

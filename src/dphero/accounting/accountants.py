@@ -21,7 +21,7 @@ DEFAULT_FILTER_ORDER = 8.0
 MAX_STEPS = 10**6
 """Searches end here. Beyond it ``pld`` runs out of floating-point digits and falls back on ``rdp``."""
 
-_FINE, _COARSE = 1e-4, 1e-3
+_FINEST, _FINE, _COARSE = 1e-7, 1e-4, 1e-3
 _WIDEST = 0.1
 _MAX_POINTS_ONE, _MAX_POINTS_ALL = 2e5, 4e6  # a few seconds and a few hundred megabytes at most
 _GUARD_ORDERS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # whole and few: quick
@@ -75,7 +75,7 @@ def price(
     """Price what was released so far; an empty ledger costs nothing.
 
     Accountants:
-        ``pld``: privacy-loss distributions, tight (dp_accounting, grid 1e-4). Unsampled Gaussians are exact.
+        ``pld``: privacy-loss distributions, tight (dp_accounting, grid 1e-4 or finer). Unsampled Gaussians are exact.
         ``rdp``: Rényi divergences, the best of many orders.
         ``zcdp``: ``rho = sum rho_t``, ``epsilon = rho + 2 sqrt(rho ln(1/delta))``; sampling earns nothing
             here.
@@ -250,8 +250,7 @@ def _pld(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order:
     rounding = 2e-14 * (1 + len(rest)) + 1e-15 * steps
     interval = _interval(rest, steps, mu, coarse)
     if steps > MAX_STEPS or delta < 2 * rounding or interval > _WIDEST:
-        warning = "so many steps, so small a delta or so little noise is beyond pld's digits: priced by rdp"
-        return replace(_rdp(charges, delta, coarse, filter_order), warning=warning, accountant="rdp")
+        return _by_rdp(charges, delta)
     total: PrivacyLossDistribution | None = None
     for event, count in rest.items():
         one = event.pld(interval)
@@ -263,21 +262,30 @@ def _pld(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order:
     if mu > 0:
         gaussian = from_gaussian_mechanism(standard_deviation=1 / mu, value_discretization_interval=interval)
         total = total.compose(gaussian)
-    return _Answer(float(total.get_epsilon_for_delta(delta - rounding)))
+    epsilon = float(total.get_epsilon_for_delta(delta - rounding))
+    if math.isinf(epsilon) and all(event.rdp(_GUARD_ORDERS) is not None for event in charges):
+        other = _by_rdp(charges, delta)  # losses of some 700 overflow in dp_accounting
+        return other if math.isfinite(other.epsilon) else _Answer(epsilon)
+    return _Answer(epsilon)
+
+
+def _by_rdp(charges: Mapping[Event, int], delta: float) -> _Answer:
+    warning = "so many steps, so small a delta or so little noise is beyond pld's digits: priced by rdp"
+    return replace(_rdp(charges, delta, False, 0.0), warning=warning, accountant="rdp")
 
 
 def _interval(charges: Mapping[Event, int], steps: int, mu: float, coarse: bool) -> float:
-    """The grid: 1e-4, or up to 1e-3 if coarse; wider where the losses are huge.
+    """The grid: 1e-4, or up to 1e-3 if coarse; finer where the losses are tiny, wider where they are huge.
 
-    Rounding each of T losses adds variance of about ``T interval^2``, so a coarse grid stays at a fifth of
-    the losses' own deviation, whose square is at most their divergence at order 2. Little noise spreads the
+    Rounding each of T losses adds variance of about ``T interval^2``, so the grid stays at a fifth of the
+    losses' own deviation, whose square is at most their divergence at order 2. Little noise spreads the
     losses over thousands: a wider grid keeps memory bounded, and is still a bound. How far they spread is
     read off the Rényi divergences.
     """
     curves = [(event.rdp(_GUARD_ORDERS), count) for event, count in charges.items()]
     known = [(curve, count) for curve, count in curves if curve is not None]
     total = np.sum([np.zeros(len(_GUARD_ORDERS)), *(count * curve for curve, count in known)], axis=0)
-    interval = min(max(0.2 * math.sqrt(total[0] / steps), _FINE), _COARSE) if coarse else _FINE
+    interval = min(max(0.2 * math.sqrt(total[0] / steps), _FINEST), _COARSE if coarse else _FINE)
     spreads = [rdp_epsilon(_GUARD_ORDERS, curve, math.exp(-50)) for curve, _ in known]
     widest = max(mu * mu / 2 + 10 * mu, *spreads, 0.0)
     everything = rdp_epsilon(_GUARD_ORDERS, total, 1e-15) + widest

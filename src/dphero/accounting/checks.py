@@ -6,12 +6,14 @@ import math
 import operator
 from typing import SupportsFloat, SupportsIndex
 
+_MOST_NOISE = 1e50  # beyond it, or below its inverse, squares and exponentials overflow
+
 
 def finite(name: str, value: SupportsFloat, advice: str) -> float:
     """Returns ``value`` as a float; refuses what is not a finite number."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}: {advice}") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}: {advice}")
@@ -25,6 +27,8 @@ def noise_multiplier(value: SupportsFloat, *, zero_allowed: bool = False) -> flo
     if number < 0 or (number == 0 and not zero_allowed):
         bound = "at least 0" if zero_allowed else "above 0 (no noise is no privacy)"
         raise ValueError(f"noise_multiplier must be {bound}, got {number}: {advice}")
+    if number > _MOST_NOISE or (number < 1 / _MOST_NOISE and not zero_allowed):
+        raise ValueError(f"noise_multiplier is beyond what can be computed with, got {number}: {advice}")
     return number
 
 

@@ -98,7 +98,7 @@ def _poisson_gaussian_rdp(
     # Rounding can push a divergence near 0 below it, and dp_accounting then reports epsilon 0 for the whole
     # run.
     rounding = np.asarray(orders) * np.finfo(np.float64).eps
-    divergences = np.where(divergences < 0, rounding, divergences)
+    divergences = _known(np.where(divergences < 0, rounding, divergences))
     divergences.flags.writeable = False
     return divergences
 
@@ -117,7 +117,12 @@ def rdp_epsilon(orders: Sequence[float], divergences: NDArray[np.float64], delta
 
     ``min_a [ R(a) + ln((a-1)/a) - (ln delta + ln a) / (a-1) ]``: Canonne, Kamath and Steinke's conversion.
     """
-    return float(compute_epsilon(orders, divergences, delta)[0])
+    return float(compute_epsilon(orders, _known(divergences), delta)[0])
+
+
+def _known(divergences: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What overflowed is not a number: it proves nothing, and dp_accounting would take it for epsilon 0."""
+    return np.where(np.isnan(divergences), np.inf, divergences)
 
 
 def poisson_gaussian_deltas(

@@ -127,7 +127,8 @@ class Ledger:
         Raises:
             ValueError: If the version or an event kind is unknown, or anything is missing or left over.
         """
-        if not isinstance(data, Mapping) or data.get("version") != LEDGER_VERSION:
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if type(version) is not int or version != LEDGER_VERSION:
             found = data.get("version") if isinstance(data, Mapping) else data
             raise ValueError(
                 f"ledger version {found!r} is unknown, this dphero reads version {LEDGER_VERSION}: "
@@ -152,8 +153,8 @@ class Ledger:
     def from_json(cls, text: str | bytes) -> Ledger:
         """The ledger that ``to_json`` wrote; raises ``ValueError`` as ``from_dict`` does."""
         try:
-            data = json.loads(text)
-        except ValueError as error:
+            data = json.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"the ledger is not JSON ({error}): give what Ledger.to_json wrote") from None
         return cls.from_dict(data)
 
@@ -164,3 +165,11 @@ class Ledger:
 
     def __repr__(self) -> str:
         return f"Ledger({', '.join(f'{count} x {event}' for event, count in self)})"
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse what JSON allows: of two entries of one name the second would count, and the first be forgotten."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of {sorted(found)} is there twice")
+    return found

@@ -89,12 +89,12 @@ class Statement:
         if math.isinf(epsilon):
             return f"unbounded (epsilon infinite at delta {delta:g}): nothing is guaranteed."
         standing = "a proven upper bound" if self.price.is_bound else "an approximation or claim, NOT a proven bound"
-        shown = round_up(epsilon)
+        shown = f"{round_up(epsilon):.4f}".rstrip("0").rstrip(".")  # not by significant digits, which could shrink it
         meaning = (
             "Between neighbours the probability of any outcome changes at most by the factor e^epsilon, "
             f"apart from a probability of {delta:g}."
         )
-        return f"epsilon = {shown:g} at delta = {delta:g}, {standing}." + (f" {meaning}" if self.price.is_bound else "")
+        return f"epsilon = {shown} at delta = {delta:g}, {standing}." + (f" {meaning}" if self.price.is_bound else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain values, the text included."""

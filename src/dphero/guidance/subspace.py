@@ -214,6 +214,6 @@ def width(size: int, components: int) -> int:
 
 def first_basis(size: int, columns: int) -> Tensor:
     """Returns an orthonormal basis of a random subspace: the same at every call, whatever the global seed."""
-    generator = torch.Generator().manual_seed(_SEED)
-    basis: Tensor = torch.linalg.qr(torch.randn(size, columns, generator=generator))[0]
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    basis: Tensor = torch.linalg.qr(torch.randn(size, columns, generator=generator, device="cpu"))[0]
     return basis

@@ -52,7 +52,7 @@ class FastNoise(OneTimeSource):
 
     Two runs under one key share their noise, and the difference of their releases is free of it. So publish
     only one run per seed and only one continuation per checkpoint. `state_dict()` holds the key: keep it as
-    secret as the data.
+    secret as the data. A forked process draws a new key, also if there was a seed: it does not repeat its parent.
 
     Args:
         seed: None (default) takes 128 bits from the operating system. An integer makes the run repeatable;
@@ -97,8 +97,7 @@ class FastNoise(OneTimeSource):
         self._key, self._seeded, self._last_release = key, bool(state["seeded"]), last_release
 
     def _enter_new_process(self) -> None:
-        if not self._seeded:
-            self._key = secrets.token_bytes(16)
+        self._key = secrets.token_bytes(16)  # whether seeded or not: noise is used once
 
     def _draw(self, targets: list[Target], release: int) -> None:
         streams: dict[torch.device | torch.dtype, list[Target]] = {}
@@ -127,13 +126,16 @@ class FastNoise(OneTimeSource):
         threads = min(torch.get_num_threads(), chunks)
         lanes = self._lanes.setdefault(dtype, [])
         lanes += [_Lane(dtype) for _ in range(threads - len(lanes))]
-        todo = iter(range(chunks))  # shared: whoever is free takes the next chunk
+        todo, done = iter(range(chunks)), list[int]()  # shared: whoever is free takes the next chunk
 
         def work(lane: int) -> None:
             for chunk in todo:
                 lanes[lane].draw(whole, chunk, self._key, release)
+                done.append(chunk)
 
         together(work, threads)
+        if len(done) < chunks:  # nobody raised, and yet: better no release than one without noise
+            raise RuntimeError(f"only {len(done)} of {chunks} pieces of noise were drawn; nothing may be released")
         close(detours)
 
     def _draw_on_cuda(self, targets: list[Target], device: torch.device, release: int) -> None:

@@ -46,7 +46,7 @@ class SecureNoise(OneTimeSource):
         # Reused, because fresh memory would cost more than the cipher. It wants 15 spare bytes at the end.
         self._bits = np.empty(_SECURE_CHUNK + 2, dtype=np.int64)
         self._zeros = memoryview(bytes(8 * _SECURE_CHUNK))
-        self._normals = torch.empty(_SECURE_CHUNK, dtype=torch.float64)
+        self._normals = torch.empty(_SECURE_CHUNK, dtype=torch.float64, device="cpu")
         self._start(_key)  # only tests of the distribution give a key
 
     def _start(self, key: bytes | None = None) -> None:
@@ -131,7 +131,7 @@ def _cut(
             if is_flat(tensor):
                 flat = tensor.view(-1)
             else:
-                flat = torch.empty(tensor.numel(), dtype=dtype)
+                flat = torch.empty(tensor.numel(), dtype=dtype, device="cpu")
                 detours.append((tensor, flat))
             pieces = (flat[:room], *flat[room:].split(size)) if room else flat.split(size)
         for piece in pieces:

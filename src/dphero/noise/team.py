@@ -90,8 +90,9 @@ def together(work: _Work, threads: int) -> None:
 
     Raises:
         BaseException: What a call raised first.
+        KeyboardInterrupt: If the handler of a signal raised something where it could not be kept.
     """
-    numbers, errors = iter(range(threads)), list[BaseException]()
+    numbers, errors, ended = iter(range(threads)), list[BaseException](), list[int]()
     own, caller = _waiting.take(), threading.get_ident()
     if own is not None:  # then one thread more can be of use
         threads = max(threads, min(threads + 1, torch.get_num_threads()))
@@ -99,12 +100,13 @@ def together(work: _Work, threads: int) -> None:
     def call(_: object = None) -> None:
         try:
             if own is not None and threading.get_ident() == caller:
-                own()
+                _alone(own)
             number = next(numbers, None)
             if number is not None:
                 work(number)
         except BaseException as error:  # nobody above this frame is Python
             errors.append(error)
+        ended.append(threading.get_ident())
 
     if threads > 1 and _enter_region is not None:
         _enter_region(_FUNCTION(call), None, threads, 0)
@@ -112,6 +114,18 @@ def together(work: _Work, threads: int) -> None:
         _apart(call, threads)
     if errors:
         raise errors[0]
+    if caller not in ended:  # a signal came before the first line above; C has nowhere to put what its handler raises
+        raise KeyboardInterrupt
+
+
+def _alone(work: Callable[[], None]) -> None:
+    """Call on this thread, with no others: LAPACK would ask for some of its own, and wait for those that are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        work()
+    finally:
+        torch.set_num_threads(before)
 
 
 def _apart(call: Callable[[], None], threads: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ class PrivateLoader:
         sampler: Draws the lots.
         lots: Where training stands; moved on as batches are handed out.
         before_lot: Called before a lot is drawn; raises to refuse it.
+        before_batch: Called before each physical batch is handed out.
         expected_batch_size: The public expected lot size.
         physical_batch_size: The most rows handed out at a time; ``None`` for whole lots.
     """
@@ -40,6 +40,7 @@ class PrivateLoader:
         lots: Lots,
         *,
         before_lot: Callable[[], None],
+        before_batch: Callable[[], None] = lambda: None,
         expected_batch_size: float,
         physical_batch_size: int | None,
     ) -> None:
@@ -47,7 +48,7 @@ class PrivateLoader:
         self.dataset = source.dataset if isinstance(source, DataLoader) else source
         self.batch_size = expected_batch_size
         self.physical_batch_size = physical_batch_size
-        self._before_lot = before_lot
+        self._before_lot, self._before_batch = before_lot, before_batch
         self._collate = source.collate_fn if isinstance(source, DataLoader) else default_collate
         self._iterations = 0
         self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
@@ -58,6 +59,7 @@ class PrivateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the physical batches of the lots up to the end of the epoch."""
+        self.lots.require_own_process()
         self._iterations += 1
         iteration = self._iterations
         start = self.lots.next
@@ -70,14 +72,19 @@ class PrivateLoader:
             while not last:
                 batch = next(batches)
                 physical = queue.popleft()
+                if not physical.real:
+                    batch = tree_map(_blank, batch)
+                self._before_batch()
                 self.lots.deliver(physical)
                 yield batch
+                self.lots.require_own_process()
                 if iteration != self._iterations:
                     raise RuntimeError("a newer iteration over the private loader has begun; finish that one")
                 self.lots.require_captured()
                 last = physical.last
 
     def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
+        """Yield the examples of each physical batch; for an empty lot the first one, which is then blanked out."""
         for lot in lots:
             members = self._draw(lot)
             size = self.physical_batch_size or max(1, len(members))
@@ -85,7 +92,7 @@ class PrivateLoader:
             for cut in cuts:
                 part = members[cut : cut + size]
                 queue.append(PhysicalBatch(lot, max(1, len(part)), len(part), first=cut == 0, last=cut == cuts[-1]))
-                yield part
+                yield part if len(part) else np.zeros(1, dtype=np.int64)
 
     def _draw(self, lot: int) -> np.ndarray:
         self._drawn = {name: members for name, members in self._drawn.items() if name[1] >= self.lots.next}
@@ -97,12 +104,10 @@ class PrivateLoader:
     def _fetch(self, chunks: Iterator[np.ndarray]) -> Iterator[Any]:
         source, dataset = self.source, self.dataset
         workers = source.num_workers if isinstance(source, DataLoader) else 0
-        if isinstance(dataset, TensorDataset) and self._collate is default_collate and not workers:
+        # of this very type: a subclass may make its examples in a way of its own
+        if type(dataset) is TensorDataset and self._collate is default_collate and not workers:
             tensors = dataset.tensors
             for chunk in chunks:
-                if not len(chunk):
-                    yield [_blank(tensor[:1]) for tensor in tensors]
-                    continue
                 index = to_device(torch.from_numpy(chunk), tensors[0].device)
                 yield [tensor[index] for tensor in tensors]
             return
@@ -116,13 +121,8 @@ class PrivateLoader:
         # from torch's global generator, and dropout would no longer be that of the unbroken run.
         seed = int(generator_of(self.sampler.key, self.lots.next, purpose=1).integers(1 << 63))
         generator = torch.Generator().manual_seed(seed)
-        collate = partial(_collate_or_blank, dataset, self._collate)
         numbers: Any = (chunk.tolist() for chunk in chunks)
-        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=collate, generator=generator, **options)
-
-
-def _collate_or_blank(dataset: Dataset[Any], collate: Callable[[list[Any]], Any], examples: list[Any]) -> Any:
-    return collate(examples) if examples else tree_map(_blank, collate([dataset[0]]))
+        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=self._collate, generator=generator, **options)
 
 
 def _blank(value: Any) -> Any:

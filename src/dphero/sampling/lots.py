@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 __all__ = ["Lots", "PhysicalBatch"]
@@ -21,11 +22,15 @@ class PhysicalBatch:
 class Lots:
     """Where training stands within a lot: the loader moves it on, the engine reads it.
 
+    It goes on in one process only. A forked one has the same lots to come, and the same key: both would release the
+    same people under what is priced as independent draws, and neither ledger would know of the other.
+
     Attributes:
         next: Index of the lot that will be released next. A lot that was handed out but not released comes
             again when the loader is next iterated over: no lot can be skipped by looking at it.
         current: The physical batch in the user's hands; the last one stays here until another is delivered.
         captured: Whether the gradients of that batch have been taken.
+        spoiled: Whether something went wrong as they were, so that the lot has to begin anew.
     """
 
     def __init__(self) -> None:
@@ -33,12 +38,14 @@ class Lots:
 
     def restart(self, lot: int) -> None:
         """Stand before a lot, with nothing in the user's hands."""
-        self.next, self.captured = lot, False
+        self.next, self.captured, self.spoiled = lot, False, False
         self.current: PhysicalBatch | None = None
+        self._process = os.getpid()
 
     def deliver(self, batch: PhysicalBatch) -> None:
         """Hand a physical batch to the user."""
         self.current, self.captured = batch, False
+        self.spoiled &= not batch.first
 
     @property
     def pending(self) -> PhysicalBatch | None:
@@ -50,12 +57,31 @@ class Lots:
         """Whether gradients of some, not all, physical batches of a lot have been taken."""
         return self.pending is not None and (self.captured or not self.pending.first)
 
+    def require_own_process(self) -> None:
+        """Refuse to train in a forked process.
+
+        Raises:
+            RuntimeError: If this is another process than the one in which training began or was resumed.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the model was made private in another process, of which this one is a fork: both would train on the "
+                "same lots, and neither ledger would count the other's releases. Call make_private, or load a "
+                "checkpoint into an engine that has released nothing, in the process that trains."
+            )
+
     def capture(self) -> PhysicalBatch:
         """Note that the gradients of the batch in hand are being taken: once, before the lot is released.
 
         Raises:
-            RuntimeError: If they were taken before.
+            RuntimeError: If they were taken before, or if this is a forked process.
         """
+        self.require_own_process()
+        if self.spoiled:
+            raise RuntimeError(
+                f"lot {self.next} was spoiled by an error in an earlier backward pass; iterate over the loader anew to "
+                "get it again, whole"
+            )
         if self.pending is None or self.captured:
             raise RuntimeError(
                 "this batch was back-propagated already: its examples would count twice. Add up the losses and call "
@@ -63,6 +89,10 @@ class Lots:
             )
         self.captured = True
         return self.pending
+
+    def spoil(self) -> None:
+        """Note that an error came between, and that the gradients of the batch in hand are not, or not all, taken."""
+        self.captured, self.spoiled = False, True
 
     def require_captured(self) -> None:
         """Refuse to move on from a batch whose gradients were not taken.
