@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import stat
@@ -319,6 +320,22 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_bytes() != old
 
 
+def test_what_the_file_system_says_is_not_hidden(tmp_path: Path) -> None:
+    run = training()
+    path = tmp_path / "run.pt"
+    run.engine.save(path)
+    old = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, limits[1]))  # as a full disk: half of it can be written
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*run\.pt'"):
+            run.engine.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
 def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
     run = training()
     run.engine.save(tmp_path / "run.pt")
@@ -379,6 +396,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"module": lambda: network(0, nn.Linear(8, 8))},
         "another model: 2.bias, 2.weight, 3.bias, 3.weight differ",
     ),
+    "optimizer's class": ({"optimizer": torch.optim.Adam}, "made with SGD, this engine has Adam"),
+    "lot": (
+        {"sample_rate": 0.2, "expected_batch_size": 24, "dataset_size": None},
+        "expected_batch_size=12, this engine has 24",
+    ),
     "optimizer": (
         {"optimizer": lambda p: torch.optim.SGD([{"params": [q]} for q in p], lr=0.1)},
         r"groups of \[4\] parameters, this engine has 1 over groups of \[1, 1, 1, 1\]",
@@ -403,6 +425,78 @@ def test_another_run_is_refused_and_nothing_is_changed(name: str, tmp_path: Path
     if name not in ("secure", "loss", "model"):
         assert same(other.steps(1)[0], twin.steps(1)[0])  # it trains as if nothing had happened
         assert other.engine.ledger.steps == 1
+
+
+def published(limit: float | None = None) -> Training:
+    run = training(
+        mechanism="published",
+        unsound=True,
+        noise_multiplier=20.0,
+        guidance=PCA(exponent=0.25, floor=0.5, refresh_every=9),
+    )
+    if limit is not None:
+        run.engine.limit(limit, 1e-5)
+    return run
+
+
+def test_a_filter_is_not_chosen_after_the_first_release_by_resuming(tmp_path: Path) -> None:
+    """Its size is a promise only if it was fixed before anything came out."""
+    path = tmp_path / "run.pt"
+    for saved, limit in ((None, 8.0), (8.0, 9.0), (8.0, None)):
+        run = published(saved)
+        run.steps(1)
+        run.engine.save(path)
+        with pytest.raises(ValueError, match="fixed before the first release of a run"):
+            published(limit).engine.load(path)
+        resumed = published(saved)
+        resumed.engine.load(path)
+        resumed.steps(1)
+        assert resumed.engine.statement(1e-5).price.is_bound == (saved is not None)
+    run = published()
+    run.steps(1)
+    run.engine.detach()
+    again = training(run.module, engine=run.engine, mechanism="published", unsound=True, seed=8)
+    with pytest.raises(RuntimeError, match="before the first step of this engine"):
+        again.engine.limit(8.0, 1e-5)
+
+
+def test_notes_and_used_seeds_go_with_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    run = training(seed=5)
+    run.steps(1)
+    run.engine.detach()
+    run = training(run.module, engine=run.engine, seed=None)
+    run.steps(1)
+    run.engine.save(path)
+    state = checkpoint.load(path).engine
+    assert state["used_keys"] and state["mechanism"]["noise"]["key"] not in state["used_keys"]
+    resumed = training(seed=None)
+    resumed.engine.load(path)
+    assert resumed.engine.ledger.steps == 2
+    assert "seed was chosen" in resumed.engine.statement(1e-5).text
+    resumed.engine.detach()
+    with pytest.raises(ValueError, match="seed 5 already: the same noise"):
+        training(resumed.module, engine=resumed.engine, seed=5)
+
+
+NEW_KEYS = ("notes", "used_keys", "filter", "optimizer_classes", "expected_batch_size")
+
+
+def test_checkpoints_from_before_some_things_were_saved_still_load(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    run = training(seed=5)
+    run.steps(2)
+    run.engine.save(path)
+    contents = torch.load(path, weights_only=True)
+    for name in NEW_KEYS:
+        del contents["engine"][name]
+    torch.save(contents, path)
+    resumed = training(seed=6)
+    resumed.engine.load(path)
+    assert same(run.steps(1)[0], resumed.steps(1)[0])
+    resumed.engine.detach()
+    with pytest.raises(ValueError, match="seed 5 already"):  # the seed of the saved run is known by its key
+        training(resumed.module, engine=resumed.engine, seed=5)
 
 
 def test_a_scheduler_is_saved_and_loaded_or_neither(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import typer
 
 from dphero.cli import app
+from dphero.experiments import rundir
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,7 +104,21 @@ def test_relative_links_resolve(page):
         assert not anchor or anchor in slugs(path), f"{named(page)}: {target}"
 
 
+def test_the_guide_lists_all_its_parts():
+    text = FENCE.sub("", (ROOT / "docs/guide.md").read_text())
+    listed = re.findall(r"^- \[(.+)\]\(#", text, re.MULTILINE)
+    assert listed == re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
 COMMANDS = typer.main.get_command(app).commands
+
+
+def test_training_has_every_setting_and_every_file():
+    text = (ROOT / "docs/training.md").read_text()
+    flags = [flag for parameter in COMMANDS["train"].params for flag in parameter.opts if flag != "--help"]
+    files = re.findall(r"^``(\S+)``", rundir.__doc__, re.MULTILINE)
+    assert len(flags) > 20 and len(files) > 8
+    assert [name for name in (*flags, *files) if name not in text] == []
 
 
 def shown_commands():

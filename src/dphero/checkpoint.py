@@ -8,6 +8,7 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, e
 
     Raises:
         ValueError: If a value could not be loaded again without running code; nothing is written then.
+        OSError: If the file cannot be written, as on a full disk; what was there before is whole.
     """
     path = Path(path)
     contents = {
@@ -67,14 +69,20 @@ def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, e
     }
     for part in ("engine", "scheduler", "extra"):
         _require_plain(contents[part], part)
+    packed = BytesIO()  # by torch, in memory: writing a file itself, it would hide what the file system says
+    torch.save(contents, packed)
     _remove_stale(path)
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            torch.save(contents, file)
+            file.write(packed.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # that of a write does not say where
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
@@ -136,7 +144,7 @@ def _remove_stale(path: Path) -> None:
     prefix = f".{path.name}.{socket.gethostname()}."
     for left in path.parent.glob(".*.partial"):
         number = left.name.removeprefix(prefix).removesuffix(".partial")
-        if left.name.startswith(prefix) and number.isdigit() and not _is_running(int(number)):
+        if left.name.startswith(prefix) and number.isdecimal() and not _is_running(int(number)):
             left.unlink(missing_ok=True)
 
 

@@ -95,6 +95,8 @@ class Recipe:
             raise ValueError(f"delta must lie between 0 and 1, got {self.delta:g}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {self.momentum:g}")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed}")
         whole("lot", self.lot)
         one_of("optimizer", self.optimizer, get_args(Optimizer))
         for name in ("physical_batch", "evaluate_every"):

@@ -25,7 +25,8 @@ def test_machines_get_one_object_on_the_last_line(tmp_path):
     result = run("--data", "digits", "--epsilon", 5, "--epochs", 2, "--seed", 1, "--out", out, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout.splitlines()[-1])
-    assert list(record) == ["accuracy", "epsilon", "delta", "steps", "method", "run"]
+    assert list(record) == ["accuracy", "epsilon", "is_bound", "delta", "steps", "method", "run"]
+    assert record["is_bound"] is True
     assert 4.9 < record["epsilon"] <= 5 and record["steps"] == 6 and record["method"] == "dp-hero"
     assert record["run"] == str(out)
 
@@ -61,6 +62,7 @@ def test_a_package_that_is_missing_is_named_with_one_way_to_get_it(module, name,
     shown = " ".join(result.stderr.split())
     assert result.exit_code == 2 and name in shown, result.output
     assert shown.count("pip install") == 1 and shown.endswith(f": pip install 'dphero[{extra}]'")
+    assert not (tmp_path / "run" / "ledger.json").exists()  # nothing was spent
 
 
 def test_a_package_that_is_broken_is_not_called_missing(tmp_path, monkeypatch):
@@ -70,6 +72,17 @@ def test_a_package_that_is_broken_is_not_called_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("dphero.experiments.train", fail)
     result = run("--data", "digits", "--noise-multiplier", 5, "--epochs", 0.1, "--out", tmp_path / "run")
     assert isinstance(result.exception, ImportError) and "pip install" not in result.stderr
+
+
+def test_a_corrected_command_takes_the_same_folder_and_a_moved_run_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused = run("--data", "digits", "--out", "run")
+    assert refused.exit_code == 2 and "give --epsilon" in refused.stderr
+    assert run("--data", "digits", "--noise-multiplier", 5, "--epochs", 0.1, "--out", "run").exit_code == 0
+    (tmp_path / "run").rename("moved")
+    shown = run("--resume", "moved")
+    assert shown.exit_code == 0 and "Privacy statement" in shown.stdout and "moved" in shown.stdout, shown.output
+    assert json.loads(run("--resume", "moved", "--json").stdout)["run"] == "moved"
 
 
 def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):
@@ -89,6 +102,9 @@ def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):
         (("--data", "digits", "--epsilon", "3", "--method", "dp-hiro"), "did you mean 'dp-hero'"),
         (("--data", "digits", "--epsilon", "3", "--set", "exponent"), "NAME=VALUE"),
         (("--data", "digits", "--epsilon", "3", "--dataset-size", "many"), "--dataset-size"),
+        (("--data", "digits", "--epsilon", "3", "--dataset-size", "²"), "--dataset-size"),
+        (("--data", "digits", "--epsilon", "3", "--set", "exponent=abc"), "'exponent' of method 'dp-hero' must be a"),
+        (("--data", "digits", "--epsilon", "3", "--seed", "99999999999999999999999999"), "seed must be"),
         (("--resume", "nowhere"), "not the directory of a run"),
         (("--resume", "nowhere", "--epochs", "3"), "leave out all other settings"),
         (("--data", "digits", "--epsilon", "3", "--recipe", "missing.toml"), "missing.toml"),

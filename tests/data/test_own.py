@@ -1,6 +1,8 @@
 """Data of one's own: every shape that is understood, and a clear error for every one that is not."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -119,10 +121,15 @@ NAN[4, 1, 1], INF[2, 0, 0] = np.nan, 1e300  # too large for float32
         ({"labels": np.eye(6)}, "label 0 is a list; each example has one label"),
         ({"labels": Y, "classes": ["a", "b"]}, "mine, train: label 2 is out of range: it is none of the 2 classes"),
         ({"labels": -Y, "classes": ["a", "b", "c"]}, "label -1 is out of range"),
+        ({"labels": np.array(3)}, "mine, train: labels must be a list, one for each example, got array(3)"),
+        ({"test_labels": 3}, "mine, test: labels must be a list, one for each example, got 3"),
+        ({"classes": 10}, "mine: classes must be a list of names, one for each class, got 10"),
+        ({"classes": [["a", "b"], ["c", "d"]]}, "mine: classes must be a list of names, one for each class"),
         ({"test_labels": Y + 1}, "mine, test: label 3 is out of range: it is none of the 3 classes (0, 1, 2)"),
         ({"labels": Y * 0}, "at least two different class names are needed, got '0'"),
         ({"labels": [1, "1", 2, 1, 1, 1]}, "different labels are written alike"),
         ({"classes": ["a", "a", "b"]}, "at least two different class names"),
+        ({"classes": ["a", "caf\udce9", "b"]}, r"mine: the class name 'caf\udce9' cannot be written as UTF-8: rename"),
     ],
 )
 def test_what_is_wrong_is_said(options, words):
@@ -164,6 +171,9 @@ def test_npz_that_is_wrong(tmp_path):
         load(str(path))
     np.savez(path, x_train=X, y_train=np.array(["a", 1] * 3, dtype=object), x_test=X, y_test=Y)
     with pytest.raises(ValueError, match="holds pickled objects"):
+        load(str(path))
+    path.write_text("x_train,y_train")
+    with pytest.raises(ValueError, match=r"set\.npz is not an \.npz file"):
         load(str(path))
     np.savez(path, x_train=X, y_train=Y, x_test=X, y_test=Y)
     whole = path.read_bytes()
@@ -271,6 +281,18 @@ def test_one_level_holds_out_by_name_alone(tmp_path):
         assert before == [value for value in after if value < 0.5]
 
 
+@pytest.mark.parametrize(("mode", "value"), [("LA", (7, 255)), ("RGBA", (7, 7, 7, 255))])
+def test_an_alpha_channel_that_hides_nothing_is_left_out_and_any_other_refused(mode, value, tmp_path):
+    for half in ("train", "test"):
+        for name in ("ape", "bee"):
+            picture(tmp_path / half / name / "0.png", mode=mode, value=value)
+    images = load(str(tmp_path)).train.images
+    assert images.shape == (2, len(mode) - 1, 3, 4) and images.unique().tolist() == [pytest.approx(7 / 127.5 - 1)]
+    picture(tmp_path / "train" / "bee" / "0.png", mode=mode, value=(*value[:-1], 254))
+    with pytest.raises(ValueError, match=r"bee/0\.png cannot be read as an image: it has transparent parts"):
+        load(str(tmp_path))
+
+
 def test_the_held_out_share_is_fixed():
     held = [name for name in map(str, range(20_000)) if is_held_out(name)]
     assert abs(len(held) / 20_000 - HELD_OUT) < 0.01
@@ -301,6 +323,19 @@ def test_folders_that_are_wrong(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"cow/0\.png cannot be read as an image"):
             load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9/0.png", b"bee/caf\xe9.png"])
+@pytest.mark.parametrize("half", [b"train", b"test", b"."])
+def test_names_that_are_not_utf_8_are_refused_before_anything_is_trained(name, half, tmp_path):
+    for other in ("train", "test") if half != b"." else ("",):
+        for label in ("ape", "bee"):
+            picture(tmp_path / other / label / "0.png")
+    path = os.path.join(os.fsencode(tmp_path), half, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    shutil.copy(next(tmp_path.rglob("0.png")), os.fsdecode(path))
+    with pytest.raises(ValueError, match=r"holds the name 'caf\\udce9(\.png)?', which is not valid UTF-8: rename it"):
+        load(str(tmp_path))
 
 
 def test_the_digits_are_those_of_the_demonstration():

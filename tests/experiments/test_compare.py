@@ -362,6 +362,12 @@ def test_pictures_and_the_data_behind_them(made_up, tmp_path):
     assert len(lines) == 15 * 3 and {line["seed"] for line in lines} == {"0", "1", "2"}
 
 
+def test_one_seed_has_no_spread(made_up, tmp_path):
+    plots.plot_accuracy(tabulate([each for each in made_up if each.planned.recipe.seed == 0]), tmp_path)
+    drawn = (tmp_path / "accuracy.svg").read_text()
+    assert "digits: one seed, so the spread is not known" in drawn and "sample sd" not in drawn
+
+
 def test_a_comparison_of_nothing_finished_is_still_drawn(made_up, tmp_path):
     empty = [dataclasses.replace(outcome, result=None, path=tmp_path / "none") for outcome in made_up]
     rows = summarise(empty, tmp_path)

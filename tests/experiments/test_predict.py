@@ -149,6 +149,15 @@ def test_vectors(tmp_path):
         predictor.predict(tmp_path / "a.png")
 
 
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "P"])
+def test_what_training_takes_is_taken_here(grey, mode, tmp_path):
+    image = Image.fromarray(np.arange(30, dtype=np.uint8).reshape(6, 5))
+    image.save(tmp_path / "grey.png")
+    image.convert("RGB").convert(mode).save(tmp_path / "other.png")
+    (plain,), (found,) = (grey[1].predict(tmp_path / f"{name}.png") for name in ("grey", "other"))
+    assert found.label == plain.label and found.converted == ("" if mode == "LA" else "colour to grey")
+
+
 def write(path, kind):
     if kind == "wrong size":
         Image.new("L", (6, 5)).save(path / "a.png")

@@ -12,7 +12,7 @@ import torch
 
 from dphero.accounting import Ledger, PoissonGaussian, claimed_by_paper, price
 from dphero.experiments import Interrupted
-from dphero.experiments.paper import figures, linear, running, table1
+from dphero.experiments.paper import drawing, figures, linear, running, table1
 from dphero.experiments.paper.items import ITEMS, find
 from dphero.experiments.paper.settings import DELTAS, LOTS, PUBLISHED, RATES, SIGMAS, UNSOUND, noise_for
 from dphero.experiments.plan import save_plan
@@ -114,6 +114,23 @@ def test_a_failed_run_is_named_and_the_others_are_shown(tmp_path, monkeypatch):
 
 
 # -- plans ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_cut_off_in_a_narrow_figure(tmp_path, monkeypatch):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kept = []
+    monkeypatch.setattr(drawing, "save_figure", lambda figure, path: kept.append(figure))
+    figure, axes = drawing.grid(1, 1)
+    for method in drawing.COLOURS:
+        drawing.line(axes[0][0], method, [0, 1], [0, 1])
+    drawing.finish(figure, tmp_path / "narrow", "A title that is longer than one panel is wide", "and a note: " * 20)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    assert kept == [figure]
+    for part in (*figure.texts, *figure.legends, figure._suptitle):
+        extent = part.get_window_extent(canvas.get_renderer())
+        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, part
 
 
 def test_full_plans_cover_what_the_paper_varies():

@@ -3,10 +3,13 @@
 import errno
 import json
 import math
+import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -61,6 +64,29 @@ def test_a_run_directory_tells_the_whole_story(unbroken):
     assert list((path / "tensorboard").iterdir())
 
 
+def test_what_is_private_is_its_owners_alone_and_what_may_be_published_is_not(unbroken, tmp_path):
+    (tmp_path / "usual").touch()
+    usual = (tmp_path / "usual").stat().st_mode  # as the umask has it
+    for name in ("checkpoint.pt", "metrics.jsonl", "result.json", "tensorboard"):
+        assert (unbroken.path / name).stat().st_mode & 0o077 == 0, name
+    for name in ("model.safetensors", "model.json", "statement.txt", "statement.json", "ledger.json", "recipe.toml"):
+        assert (unbroken.path / name).stat().st_mode == usual, name
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_the_disk(tmp_path):
+    directory = begin(tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk
+    try:
+        with pytest.raises(OSError, match="weights cannot be written"):
+            directory.save_model(torch.nn.Linear(100, 100))
+        with pytest.raises(OSError, match=r"File too large: '.*result\.json'"):
+            directory.finish({"accuracy": "?" * 2000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(directory.path.glob("*model*"))
+
+
 def test_the_recipe_of_a_run_repeats_it(unbroken, tmp_path):
     again = RunDirectory.create(tmp_path / "again", RunDirectory.open(unbroken.path).recipe)
     train(again)
@@ -70,6 +96,41 @@ def test_the_recipe_of_a_run_repeats_it(unbroken, tmp_path):
 def test_a_finished_run_is_not_touched(unbroken, monkeypatch):
     monkeypatch.setattr(loop, "prepare", lambda *_: pytest.fail("trained again"))
     assert train(unbroken) == unbroken.result
+
+
+@pytest.mark.parametrize("left", ["ledger.json", "model.safetensors", "statement.json", "metrics.jsonl"])
+def test_a_run_that_lost_its_checkpoint_is_not_trained_anew(left, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "prepare", lambda *_: pytest.fail("trained anew"))
+    directory = begin(tmp_path / "run")
+    shutil.copy(unbroken.path / left, directory.path)
+    releases = 12 if left == "ledger.json" else 0
+    words = rf"\({releases} releases are on record\), but the checkpoint with their key is gone.* another --out"
+    with pytest.raises(ValueError, match=words):
+        train(RunDirectory.open(directory.path))
+    with pytest.raises(ValueError, match=words):  # the advice is not to resume, which would be refused
+        begin(directory.path)
+
+
+def test_a_crash_before_the_first_checkpoint_loses_nothing(unbroken, tmp_path):
+    directory = begin(tmp_path / "run")
+    directory.save_ledger(Ledger())  # as far as it came: the ledger is written first
+    train(RunDirectory.open(directory.path))
+    assert same(weights(directory), weights(unbroken))
+
+
+def test_a_finished_run_may_be_moved(unbroken, tmp_path, monkeypatch):
+    shutil.copytree(unbroken.path, tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.open("elsewhere").result["run"] == "elsewhere"
+    assert train(RunDirectory.open("elsewhere")) == {**unbroken.result, "run": "elsewhere"}
+
+
+def test_what_writes_the_weights_is_needed_before_anything_is_spent(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    directory, seen = begin(tmp_path / "run"), []
+    with pytest.raises(ImportError, match="safetensors"):
+        train(directory, report=seen.append)
+    assert not seen and not (directory.path / "ledger.json").exists()
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(unbroken, tmp_path):
@@ -267,9 +328,25 @@ def test_private_methods_want_a_price(tmp_path):
         train(RunDirectory.create(tmp_path / "run", resolve(settings)))
 
 
-def test_a_directory_is_used_once(unbroken):
-    with pytest.raises(ValueError, match="--resume"):
+def test_a_directory_is_used_once(unbroken, tmp_path):
+    with pytest.raises(ValueError, match=r"finished run: --resume .* shows it"):
         RunDirectory.create(unbroken.path, unbroken.recipe)
+    directory = begin(tmp_path / "run")
+    with pytest.raises(Interrupted):
+        train(directory, report=lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(ValueError, match="go on with --resume"):
+        begin(directory.path)
+
+
+def test_a_run_that_was_refused_leaves_its_place_to_another(tmp_path):
+    refused = begin(tmp_path / "run", clipping="magic")
+    with pytest.raises(ValueError, match="magic"):
+        train(refused)
+    with refused.locked(), pytest.raises(ValueError, match="another process is training"):
+        begin(refused.path)
+    again = begin(refused.path, epochs=1)
+    assert RunDirectory.open(again.path).recipe == again.recipe
+    assert train(again)["steps"] == 3
 
 
 def test_only_run_directories_are_opened(tmp_path):
@@ -282,6 +359,28 @@ def test_every_card_is_complete():
         card = method.card
         assert card.name == name
         assert all((card.title, card.protects, card.relation, card.sampling, card.paper, card.priced)), name
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("dp-hero", {"exponent": "abc"}, "'exponent' of method 'dp-hero' must be a finite number, got 'abc'"),
+        ("dp-hero", {"exponent": math.inf}, "must be a finite number, got inf"),
+        ("dp-hero", {"exponent": True}, "must be a finite number, got True"),
+        ("dp-hero", {"refresh_every": 1.5}, "must be a whole number, got 1.5"),
+        ("dp-sgd", {"per_tensor": 1}, "must be true or false, got 1"),
+        ("dp-randp", {"process": 3}, "must be text, got 3"),
+        ("dp-randp", {"head_lr": [1]}, r"must be a finite number, got \[1\]"),
+    ],
+)
+def test_options_have_types(method, options, words):
+    with pytest.raises(ValueError, match=words):
+        methods.make(method, options)
+
+
+def test_defaults_have_the_types_of_their_options():
+    for name, method in methods.METHODS.items():
+        methods.make(name, {each.name: each.default for each in fields(method)})
 
 
 def test_json_has_no_infinity():

@@ -238,6 +238,16 @@ def test_models_of_ones_own() -> None:
     assert not torch.equal(build("my_own.models:network", (4,), 3, seed=2).weight, model.weight)  # type: ignore[union-attr]
 
 
+def test_models_are_looked_for_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_network_here.py").write_text(OWN.format(needs="math"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".")])  # as a command has it
+    before = list(sys.path)
+    assert isinstance(build("my_network_here:network", (4,), 3), nn.Linear)
+    assert sys.path == before
+    monkeypatch.delitem(sys.modules, "my_network_here")
+
+
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("spec", "error", "why"),
@@ -245,7 +255,7 @@ def test_models_of_ones_own() -> None:
         ("my_own.models:missing", ValueError, "my_own.models has no function 'missing'"),
         ("my_own.models:nothing", ValueError, "must return a torch.nn.Module, and returned int"),
         ("my_own.models:wrong", ValueError, "^of its own$"),
-        ("my_own.absent:network", ValueError, "there is no module 'my_own.absent'. Install it"),
+        ("my_own.absent:network", ValueError, "no module 'my_own.absent', neither installed nor in .*Install it"),
         ("nowhere_at_all:network", ValueError, "there is no module 'nowhere_at_all'"),
         ("my_own.broken:network", ModuleNotFoundError, "there_is_no_such_module"),
         ("my own:network", ValueError, "given as package.module:function, not 'my own:network'"),

@@ -69,7 +69,7 @@ def compare(
         "delta": delta,
         "lot": lot,
         "epochs": epochs,
-        "dataset_size": int(dataset_size) if dataset_size and dataset_size.isdigit() else dataset_size,
+        "dataset_size": int(dataset_size) if dataset_size and dataset_size.isdecimal() else dataset_size,
         "device": device,
     }
     given = {name: value for name, value in settings.items() if value is not None}
@@ -216,6 +216,6 @@ def _number(option: str, text: str) -> float:
 
 def _seeds(text: str) -> list[int]:
     words = _words(text)
-    if not words or not all(word.isdigit() for word in words) or text.strip() == "0":
+    if not words or not all(word.isdecimal() for word in words) or text.strip() == "0":
         raise ValueError(f"--seeds takes a number of seeds, or seeds separated by commas, got {text!r}")
     return list(map(int, words)) if "," in text else list(range(int(words[0])))

@@ -18,7 +18,7 @@ from dphero.cli._price import Accountant, JsonOption
 if TYPE_CHECKING:
     from dphero import experiments
 
-_KEYS = ("accuracy", "epsilon", "delta", "steps", "method", "run")
+_KEYS = ("accuracy", "epsilon", "is_bound", "delta", "steps", "method", "run")
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +52,7 @@ def train(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Make the run repeatable; privacy then rests on keeping the seed secret.")
     ] = None,
-    secure: Annotated[bool, typer.Option("--secure", help="Noise from a cryptographic generator.")] = False,
+    secure: Annotated[bool, typer.Option("--secure", help="Noise and lots from a cryptographic generator.")] = False,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     cuda_graphs: Annotated[
         bool | None,
@@ -189,7 +189,7 @@ def _show(result: dict[str, Any]) -> None:
 def _size(text: str | None) -> int | str | None:
     if text is None or text == "public":
         return text
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f'--dataset-size must be a whole number or "public", got {text!r}')
     return int(text)
 

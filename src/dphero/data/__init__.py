@@ -2,8 +2,9 @@
 
 The way through the modules: ``catalog`` (what there is, with checksums), ``layouts`` (files in any layout become the
 published bytes), ``sources`` (mirror and packages), ``cache`` (where files live, and how they get there whole),
-``fetch`` (all of it together: :func:`get`); then ``dataset`` (:class:`Data`), ``own`` and ``folders`` (arrays,
-functions, image folders) and ``loading`` (:func:`load`). Nothing here knows of noise or of the engine.
+``fetch`` (all of it together: :func:`get`); then ``dataset`` (:class:`Data`), ``own``, ``pictures`` and
+``folders`` (arrays, functions, image files) and ``loading`` (:func:`load`). Nothing here knows of noise or of the
+engine.
 """
 
 from __future__ import annotations

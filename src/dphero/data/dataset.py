@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Data", "Split"]
+__all__ = ["Data", "Split", "is_text"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +80,24 @@ class Data:
             )
         if len(self.classes) < 2 or len(set(self.classes)) < len(self.classes):
             raise ValueError(f"{self.name}: at least two different class names are needed, got {_few(self.classes)}")
+        for name in self.classes:
+            if not is_text(name):
+                raise ValueError(f"{self.name}: the class name {name!r} cannot be written as UTF-8: rename it")
         for half, split in (("train", self.train), ("test", self.test)):
             if (largest := int(split.labels.max())) >= len(self.classes):
                 raise ValueError(
                     f"{self.name}, {half}: label {largest} is out of range, there are {len(self.classes)} classes "
                     f"(labels 0 to {len(self.classes) - 1})"
                 )
+
+
+def is_text(name: str) -> bool:
+    """Whether a name can be written to a file; names that file systems hold in other encodings cannot."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _shape(tensor: Tensor) -> str:

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dphero.data.dataset import Data
+from dphero.data.dataset import Data, is_text
 from dphero.data.own import from_arrays
+from dphero.data.pictures import ENDINGS, grey_or_rgb
 
 __all__ = ["HELD_OUT", "from_folder", "is_held_out"]
 
 HELD_OUT = 0.2
 """The share of images held out for testing where a folder does not say which."""
-
-_ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp"}
-_GREY, _COLOUR = ("1", "L", "LA"), ("RGB", "RGBA", "P", "PA", "CMYK", "YCbCr")
 
 
 def from_folder(folder: Path) -> Data:
@@ -67,20 +65,27 @@ def is_held_out(name: str) -> bool:
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[str]]:
-    """The images below ``folder`` and the names of its class folders, in order."""
+    """The images below ``folder`` and the names of its class folders, in order.
+
+    Raises:
+        ValueError: If a name is not valid UTF-8: the run could not write it down in the end.
+    """
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     images = [
         path
         for name in classes
         for path in sorted((folder / name).iterdir())
-        if path.suffix.lower() in _ENDINGS and path.is_file() and not path.name.startswith(".")
+        if path.suffix.lower() in ENDINGS and path.is_file() and not path.name.startswith(".")
     ]
+    for name in (*classes, *(path.name for path in images)):
+        if not is_text(name):
+            raise ValueError(f"{folder} holds the name {name!r}, which is not valid UTF-8: rename it")
     return images, classes
 
 
 def _pixels(paths: list[Path]) -> NDArray[Any]:
     """All images as one uint8 array, N×H×W if all are grey and N×3×H×W otherwise."""
-    arrays = [_read(path) for path in paths]
+    arrays = [np.asarray(grey_or_rgb(path)) for path in paths]  # H×W, or H×W×3
     for path, array in zip(paths, arrays, strict=True):
         if array.shape[:2] != arrays[0].shape[:2]:
             height, width = arrays[0].shape[:2]
@@ -92,18 +97,3 @@ def _pixels(paths: list[Path]) -> NDArray[Any]:
         return np.stack(arrays)
     coloured = [array if array.ndim == 3 else np.repeat(array[:, :, None], 3, axis=2) for array in arrays]
     return np.stack(coloured).transpose(0, 3, 1, 2)
-
-
-def _read(path: Path) -> NDArray[Any]:
-    """One image as uint8, H×W if grey and H×W×3 otherwise."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ValueError("image files need pillow: pip install 'dphero[experiments]'") from error
-    try:
-        with Image.open(path) as image:
-            if image.mode not in (*_GREY, *_COLOUR):
-                raise ValueError(f"its pixels have mode {image.mode}; 8 bits for each colour are understood")
-            return np.asarray(image.convert("L" if image.mode in _GREY else "RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error

@@ -41,10 +41,17 @@ def read(path: Path) -> tuple[list[NDArray[Any]], NDArray[Any] | None]:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
+        if not _is_archive(path):
+            raise ValueError(f"{path} is not an .npz file: np.savez makes one") from error
         raise ValueError(
             f"{path} holds pickled objects, which could run code and are not loaded; save plain arrays, names as "
             "np.array(names, dtype=str)"
         ) from error
+
+
+def _is_archive(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
 
 
 def _key(path: Path, names: dict[str, str], half: str, words: tuple[str, ...], plain: str) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Hashable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from dphero.data import npz
 from dphero.data.dataset import Data, Split
+from dphero.importing import function_named
 
 __all__ = ["from_arrays", "from_function", "from_npz"]
 
@@ -50,7 +48,7 @@ def from_arrays(
         ValueError: If something does not fit; the message says what and where.
     """
     labels = {half: _labels(name, half, given) for half, given in (("train", train_labels), ("test", test_labels))}
-    known = _known(name, labels["train"] if classes is None else list(classes), given=classes is not None)
+    known = _occurring(name, labels["train"]) if classes is None else _given(name, classes)
     splits = {}
     for half, images in (("train", train_images), ("test", test_images)):
         try:
@@ -75,28 +73,12 @@ def from_npz(path: Path) -> Data:
 def from_function(spec: str) -> Data:
     """Call ``module:function`` without arguments; it returns :class:`Data`, or the four arrays of :func:`from_arrays`.
 
-    The module is looked for as Python does, and in the working directory.
+    The module is looked for in the working directory, and as Python does.
 
     Raises:
         ValueError: If there is no such function, or it returns something else.
     """
-    module_name, _, function_name = spec.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but lacks something itself
-        raise ValueError(
-            f"data {spec!r}: there is no module {module_name!r}, neither installed nor in {here}"
-        ) from error
-    finally:
-        sys.path.remove(here)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"data {spec!r}: {module_name} has no function {function_name!r}")
-    result = function()
+    result = function_named(spec, "data")()
     if isinstance(result, Data):
         return result
     if isinstance(result, tuple | list) and len(result) == 4:
@@ -134,7 +116,11 @@ def _tensor(given: Any) -> Tensor:
 
 def _labels(name: str, half: str, given: Any) -> list[Hashable]:
     """Labels as a list of plain values."""
-    values = given.tolist() if isinstance(given, Tensor | np.ndarray) else list(given)
+    values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+    try:
+        values = list(values)
+    except TypeError as error:
+        raise ValueError(f"{name}, {half}: labels must be a list, one for each example, got {given!r}") from error
     if values and all(isinstance(value, list) and len(value) == 1 for value in values):
         values = [value[0] for value in values]  # a column
     for place, value in enumerate(values):
@@ -152,10 +138,18 @@ def _labels(name: str, half: str, given: Any) -> list[Hashable]:
     return values
 
 
-def _known(name: str, labels: list[Hashable], *, given: bool) -> list[Hashable]:
-    """The classes in the order of their numbers: as given, or those that occur, sorted."""
-    if given:
-        return labels
+def _given(name: str, classes: Sequence[Hashable]) -> list[Hashable]:
+    """The classes in the order of their numbers, as given."""
+    try:
+        known = list(classes)
+        set(known)
+    except TypeError as error:
+        raise ValueError(f"{name}: classes must be a list of names, one for each class, got {classes!r}") from error
+    return known
+
+
+def _occurring(name: str, labels: list[Hashable]) -> list[Hashable]:
+    """The classes in the order of their numbers: those that occur, sorted."""
     different = set(labels)
     try:
         known = sorted(different)  # type: ignore[type-var]

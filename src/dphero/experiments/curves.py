@@ -27,6 +27,7 @@ class Curves:
         except ImportError:
             self._writer: Any = None
         else:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # losses and accuracies are for the owner's eyes
             self._writer = SummaryWriter(str(self._path), purge_step=self._step + 1 if self._step else None)
         return self
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_lines", "to_json", "write_atomically", "write_text"]
+__all__ = ["for_owner", "read_lines", "to_json", "write_atomically", "write_text"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -20,17 +20,27 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # that of a write does not say where
+            error.filename = str(path)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
-    write_atomically(path, lambda partial: _write(partial, text))
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file, whole or not at all; a private one is for its owner's eyes only."""
+    write_atomically(path, lambda partial: _write(partial, text, for_owner if private else None))
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write(path: Path, text: str, opener: Callable[[str, int], int] | None) -> None:
+    with open(path, "w", encoding="utf-8", opener=opener) as file:
+        file.write(text)
+
+
+def for_owner(path: str, flags: int) -> int:
+    """Open a file so that, where it is new, nobody but its owner may read it: an ``opener`` of :func:`open`."""
+    return os.open(path, flags, 0o600)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

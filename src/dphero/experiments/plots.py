@@ -73,9 +73,7 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
         axes.margins(x=0.08)
     axes.set_xlabel(f"privacy loss ε (log scale{_deltas(rows)}); smaller is more private")
     axes.set_ylabel("test accuracy (%)")
-    seeds = sorted({row.seeds for row in rows})
-    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}" if seeds else "0"
-    axes.set_title(f"{', '.join(sorted({row.data for row in rows}))}: mean ± sample sd of {count} seeds", fontsize=11)
+    axes.set_title(f"{', '.join(sorted({row.data for row in rows}))}: {_averaged(rows)}", fontsize=11)
     _legend_of_all(figure, [axes])
     save_figure(figure, directory / "accuracy")
 
@@ -200,6 +198,15 @@ def _ceiling(axes: Any, row: Row, colour: str) -> None:
     mean, spread = 100 * row.accuracy, 100 * (row.spread or 0)
     axes.axhline(mean, color=colour, linestyle="--", label=f"{_legend_label(row)} (ε = ∞)")
     axes.axhspan(mean - spread, mean + spread, color=colour, alpha=0.12, linewidth=0)
+
+
+def _averaged(rows: Sequence[Row]) -> str:
+    """Say what each point is made of."""
+    seeds = sorted({row.seeds for row in rows})
+    if seeds == [1]:
+        return "one seed, so the spread is not known"
+    count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}" if seeds else "0"
+    return f"mean ± sample sd of {count} seeds"
 
 
 def _deltas(rows: Sequence[Row]) -> str:

@@ -171,7 +171,7 @@ class Pool:
 def threads_each(workers: int) -> int:
     """Return how many threads each worker may use: its share of the cores, or fewer if OMP_NUM_THREADS says so."""
     share, given = max(1, _cores() // workers), os.environ.get("OMP_NUM_THREADS", "")
-    return min(share, int(given)) if given.isdigit() and int(given) else share
+    return min(share, int(given)) if given.isdecimal() and int(given) else share
 
 
 def _cores() -> int:

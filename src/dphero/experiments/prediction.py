@@ -19,13 +19,12 @@ from torch import Tensor
 
 from dphero import models
 from dphero.data import BUILT_INS
+from dphero.data.pictures import ENDINGS, grey_or_rgb
 from dphero.experiments.rundir import RunDirectory
 from dphero.methods import make
 
 __all__ = ["Prediction", "Predictor"]
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-_GREY, _COLOUR = ("1", "L"), ("RGB", "P", "CMYK", "YCbCr")
 _CHUNK = 1000  # inputs that pass through the model at a time
 
 
@@ -110,38 +109,27 @@ class Predictor:
     def _read(self, path: Path) -> list[_Input]:
         name, ending = path.name, path.suffix.lower()
         if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in _PICTURES and file.is_file())
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
             if not files:
-                raise ValueError(f"there is no image in {path} (endings: {', '.join(_PICTURES)})")
+                raise ValueError(f"there is no image in {path} (endings: {', '.join(ENDINGS)})")
             return [self._picture(file, str(file.relative_to(path))) for file in files]
         if not path.exists():
             raise ValueError(f"there is no file {path}")
-        if ending in _PICTURES:
+        if ending in ENDINGS:
             return [self._picture(path, name)]
         if ending in (".npy", ".npz"):
             return self._array(_numpy(path), name)
         if "idx" in name or "ubyte" in name:
             return self._array(_idx(path), name)
-        raise ValueError(f"{path} is none of: image ({', '.join(_PICTURES)}), .npy, .npz, idx file, folder of images")
+        raise ValueError(f"{path} is none of: image ({', '.join(ENDINGS)}), .npy, .npz, idx file, folder of images")
 
     def _picture(self, path: Path, name: str) -> _Input:
         """Read an image file as grey or RGB, whichever the model takes."""
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise ImportError("image files need pillow: pip install 'dphero[experiments]'") from error
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
             raise ValueError(f"the model takes inputs of shape {self._shape}, not images: give an .npy array")
         wanted = "L" if self.shape[0] == 1 else "RGB"
-        try:
-            with Image.open(path) as image:
-                mode = image.mode
-                if mode not in (*_GREY, *_COLOUR):
-                    what = "transparent parts" if "A" in mode else f"mode {mode}"
-                    raise ValueError(f"it has {what}; save it as 8-bit grey or RGB")
-                pixels = np.asarray(image.convert("RGB").convert(wanted))
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"{path} cannot be read as an image: {error}") from error
+        image = grey_or_rgb(path)
+        pixels = np.asarray(image.convert(wanted))
         height, width = self.shape[1:]
         if pixels.shape[:2] != (height, width):
             raise ValueError(
@@ -149,7 +137,7 @@ class Predictor:
                 "resize it as the training images were"
             )
         (values,) = self._array(pixels, name)
-        changed = (mode in _GREY) != (wanted == "L")
+        changed = image.mode != wanted
         return _Input(name, values.values, ("colour to grey" if wanted == "L" else "grey to RGB") if changed else "")
 
     def _array(self, array: NDArray[Any], name: str) -> list[_Input]:

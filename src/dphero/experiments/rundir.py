@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,10 +34,12 @@ import torch
 
 from dphero import recipe as recipes
 from dphero.accounting import Ledger, Statement
-from dphero.experiments.files import read_lines, to_json, write_atomically, write_text
+from dphero.experiments.files import for_owner, read_lines, to_json, write_atomically, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["RunDirectory"]
+
+_OUTCOMES = ("model.safetensors", "model.json", "statement.txt", "statement.json")  # what a training ends with
 
 
 class RunDirectory:
@@ -54,17 +57,19 @@ class RunDirectory:
     def create(cls, path: str | PathLike[str], recipe: Recipe) -> RunDirectory:
         """Make the directory of a new run.
 
+        A run that was refused, or killed, before it had a key of its noise has released nothing: its place is free.
+
         Raises:
             ValueError: If a run is in it already.
             OSError: If it cannot be written.
         """
-        path = Path(path)
-        if (path / "recipe.toml").exists():
-            raise ValueError(f"{path} holds a run already: go on with --resume {path}, or give another --out")
-        path.mkdir(parents=True, exist_ok=True)
-        write_text(path / "environment.json", to_json(_environment(), indent=2) + "\n")
-        write_text(path / "recipe.toml", recipe.to_toml())
-        return cls(path, recipe)
+        directory = cls(Path(path), recipe)
+        directory.path.mkdir(parents=True, exist_ok=True)
+        with directory.locked():
+            directory._refuse_if_begun()
+            write_text(directory.path / "environment.json", to_json(_environment(), indent=2) + "\n")
+            write_text(directory.path / "recipe.toml", recipe.to_toml())
+        return directory
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> RunDirectory:
@@ -97,15 +102,52 @@ class RunDirectory:
         """The file that resuming needs."""
         return self.path / "checkpoint.pt"
 
+    def refuse_without_key(self) -> None:
+        """Raise if a training left its marks here, but not the checkpoint with the key of its noise.
+
+        To begin again would add other noise to the same data, a second release, and write a ledger that has forgotten
+        the first.
+
+        Raises:
+            ValueError: If so.
+        """
+        if self.checkpoint.exists():
+            return
+        releases = self._releases
+        if releases or self.metrics or any((self.path / name).exists() for name in _OUTCOMES):
+            raise ValueError(
+                f"{self.path} was trained already ({releases} releases are on record), but the checkpoint with their "
+                "key is gone, so it cannot go on; trained anew, it would spend its price again and forget the first "
+                "time: begin a new run in another --out, and count both"
+            )
+
+    def _refuse_if_begun(self) -> None:
+        """Raise unless nothing here came from a training."""
+        if self.result is not None:
+            raise ValueError(
+                f"{self.path} holds a finished run: --resume {self.path} shows it; give another --out for a new one"
+            )
+        if self.checkpoint.exists():
+            raise ValueError(f"{self.path} holds a run already: go on with --resume {self.path}, or give another --out")
+        self.refuse_without_key()
+
+    @property
+    def _releases(self) -> int:
+        """How many releases are on record."""
+        path = self.path / "ledger.json"
+        return Ledger.from_json(path.read_text(encoding="utf-8")).steps if path.exists() else 0
+
     @property
     def result(self) -> dict[str, Any] | None:
-        """The outcome, or ``None`` while the run is not finished."""
+        """The outcome, or ``None`` while the run is not finished. Its ``run`` is where the directory is now."""
         path = self.path / "result.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        return {**json.loads(path.read_text(encoding="utf-8")), "run": str(self.path)}
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the outcome: the last thing that a run does."""
-        write_text(self.path / "result.json", to_json(dict(result), indent=2) + "\n")
+        write_text(self.path / "result.json", to_json(dict(result), indent=2) + "\n", private=True)
 
     # -- metrics ------------------------------------------------------------------------------------------
 
@@ -116,7 +158,7 @@ class RunDirectory:
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one evaluation."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_owner) as file:
             file.write(to_json(dict(values)) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -124,7 +166,7 @@ class RunDirectory:
     def forget_metrics_after(self, step: int) -> None:
         """Drop the evaluations of steps that a checkpoint does not hold: they are about to be taken again."""
         kept = [line for line in self.metrics if line["step"] <= step]
-        write_text(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in kept))
+        write_text(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in kept), private=True)
 
     # -- what was released --------------------------------------------------------------------------------
 
@@ -138,10 +180,20 @@ class RunDirectory:
         write_text(self.path / "statement.json", to_json(statement.as_dict(), indent=2) + "\n")
 
     def save_model(self, model: torch.nn.Module) -> None:
-        """Write the model's weights: what may be published."""
+        """Write the model's weights: what may be published, so whoever may read the user's files may read it."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_model
 
-        write_atomically(self.path / "model.safetensors", lambda partial: save_model(model, str(partial)))
+        def write(partial: Path) -> None:
+            partial.touch()
+            mode = stat.S_IMODE(partial.stat().st_mode)
+            try:
+                save_model(model, str(partial))  # makes a file of its own, for its owner only
+            except SafetensorError as error:  # a full disk, for example
+                raise OSError(f"the weights cannot be written to {self.path}: {error}") from error
+            partial.chmod(mode)
+
+        write_atomically(self.path / "model.safetensors", write)
 
     def save_signature(self, shape: tuple[int, ...], classes: tuple[str, ...]) -> None:
         """Write what the model takes and what its outputs mean: enough to use it without the training data."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -121,12 +122,15 @@ def train(
         save_seconds: Time between checkpoints.
 
     Raises:
+        ImportError: If what writes the weights is not installed: better known before the budget is spent.
         Interrupted: If the process was asked to stop (Ctrl-C, SIGTERM); the run was saved.
-        ValueError: For a recipe that cannot be trained.
+        ValueError: For a recipe that cannot be trained, and for a run that has lost its checkpoint.
     """
     if directory.result is not None:
         return directory.result
+    import_module("safetensors.torch")
     with directory.locked(), stoppable() as asked_to_stop:
+        directory.refuse_without_key()
         task, data = prepare(directory.recipe, data)
         trainer = make(task.recipe.method, task.recipe.options).start(task)
         try:

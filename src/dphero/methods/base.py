@@ -9,11 +9,13 @@ is the business of :mod:`dphero.experiments`.
 from __future__ import annotations
 
 import difflib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +267,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
     """Return a method with its options set.
 
     Raises:
-        ValueError: If there is no such method, or it has no such option.
+        ValueError: If there is no such method, it has no such option, or a value is not of the option's type.
     """
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
@@ -277,4 +279,27 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         if option not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"method {name!r} has no option {option!r}; {has}")
+    types = get_type_hints(method)
+    for option, value in options.items():
+        if not _fits(value, types[option]):
+            raise ValueError(f"option {option!r} of method {name!r} must be {_words(types[option])}, got {value!r}")
     return method(**options)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value of a recipe may stand for a field of that type."""
+    if get_origin(wanted) is Literal:
+        return True  # the method itself says which there are
+    if get_args(wanted):  # this type or that
+        return any(_fits(value, each) for each in get_args(wanted))
+    if isinstance(value, bool):
+        return wanted is bool
+    if wanted is float:
+        return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Integral if wanted is int else wanted)
+
+
+def _words(wanted: Any) -> str:
+    """Say what a field of that type takes."""
+    kinds = {float: "a finite number", int: "a whole number", bool: "true or false", str: "text"}
+    return " or ".join(kinds[each] for each in (get_args(wanted) or (wanted,)) if each is not type(None))

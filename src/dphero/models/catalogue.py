@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import nn
 
+from dphero.importing import function_named
 from dphero.models import features, plain, wide_resnet
 
 __all__ = ["MODELS", "NAMES", "Entry", "build"]
@@ -98,7 +97,7 @@ def build(spec: str, shape: tuple[int, ...], classes: int, *, seed: int = 0) -> 
 
     Args:
         spec: A name in :data:`NAMES`, or ``package.module:function`` for one of your own: called as
-            ``function(shape, classes)``, it returns a module.
+            ``function(shape, classes)``, it returns a module. It is looked for in the working directory, too.
         shape: The shape of one input, without the batch: (channels, height, width) for images.
         classes: How many outputs there are.
         seed: Decides the weights.
@@ -112,7 +111,7 @@ def build(spec: str, shape: tuple[int, ...], classes: int, *, seed: int = 0) -> 
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
         raise ValueError(f"classes must be an integer of at least 2, got {classes!r}")
     own = ":" in spec
-    make = _own(spec) if own else _built_in(spec).make
+    make = function_named(spec, "model") if own else _built_in(spec).make
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the generators of GPUs as well
         if own:
@@ -136,21 +135,3 @@ def _built_in(name: str) -> Entry:
     raise ValueError(
         f"there is no model {name!r}.{hint} Known are {', '.join(NAMES)}, and package.module:function for your own."
     )
-
-
-def _own(spec: str) -> Callable[[tuple[int, ...], int], Any]:
-    path, _, name = spec.partition(":")
-    if not all(part.isidentifier() for part in path.split(".")) or not name.isidentifier():
-        raise ValueError(f"a model of your own is given as package.module:function, not {spec!r}")
-    try:
-        module = import_module(path)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise  # it exists, and lacks something itself
-        raise ValueError(
-            f"model {spec!r}: there is no module {error.name!r}. Install it, or put its folder on PYTHONPATH."
-        ) from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"model {spec!r}: {path} has no function {name!r} (called with shape and classes)")
-    return function

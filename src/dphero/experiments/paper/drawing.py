@@ -45,14 +45,30 @@ def line(axes: Any, method: str, x: Sequence[float], y: Sequence[float]) -> None
 
 
 def finish(figure: Any, path: Path, title: str, note: str, columns: int = 2) -> None:
-    """Add title, one legend for all axes and a note on what was done, and write PNG and SVG."""
+    """Add title, one legend for all axes and a note on what was done, and write PNG and SVG.
+
+    A figure that is too narrow for them is widened.
+    """
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    figure.suptitle(f"{title}\n", fontsize=12)
     below = 0.98 - 0.24 / figure.get_figheight()  # a line under the title, however high the figure is
-    figure.text(0.5, below, note, ha="center", va="top", fontsize=8, color="#555555")
+    parts = [
+        figure.suptitle(f"{title}\n", fontsize=12),
+        figure.text(0.5, below, note, ha="center", va="top", fontsize=8, color="#555555"),
+    ]
     if entries:
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=8)
+        below_all = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
+        parts.append(figure.legend(entries.values(), entries.keys(), **below_all))
+    _widen(figure, parts)
     save_figure(figure, path)
+
+
+def _widen(figure: Any, parts: Sequence[Any]) -> None:
+    """Make the figure wide enough that none of its parts is cut off."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    widest = max(part.get_window_extent(renderer).width for part in parts) / figure.dpi
+    figure.set_figwidth(max(figure.get_figwidth(), widest + 0.4))
