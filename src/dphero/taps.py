@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -93,7 +95,7 @@ class Taps:
         ]
         # those that require a gradient now and are not trained are constants
         self._known = {id(table[local]): table[local] for table, local in self._slots}
-        self._buffer_tables = [child._buffers for child in module.modules()]
+        self._note_modules()
         self._written: set[tuple[int, str]] = set()  # buffers that passes write, and that was examined
         forwards = {site.module: self._site_forward(site) for site in self.sites}
         forwards |= {child: self._pool_forward(child) for child in module.modules() if halves(child)}
@@ -171,15 +173,26 @@ class Taps:
 
     def _require_known_parameters(self) -> None:
         """Refuse a parameter that was added, exchanged or unfrozen since: its gradient would be the plain one."""
-        for child in self.module.modules():
-            for local, parameter in child._parameters.items():
+        children = list(chain.from_iterable(map(dict.values, self._child_tables)))
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._note_modules()
+        for table in self._parameter_tables:
+            for parameter in table.values():
                 if parameter is not None and parameter.requires_grad and id(parameter) not in self._known:
-                    path = next(path for path, other in self.module.named_modules() if other is child)
+                    name = next(name for name, other in self.module.named_parameters() if other is parameter)
                     raise RuntimeError(
-                        f"parameter {f'{path}.{local}'.strip('.')!r} was not there, or frozen, when the model was made "
-                        "private: its gradient would have no noise. Freeze it (requires_grad_(False)), or detach() the "
-                        "engine and make the model private anew."
+                        f"parameter {name!r} was not there, or frozen, when the model was made private: its gradient "
+                        "would have no noise. Freeze it (requires_grad_(False)), or detach() the engine and make the "
+                        "model private anew."
                     )
+
+    def _note_modules(self) -> None:
+        """Remember the tables of all modules: to walk through the modules themselves takes long."""
+        modules = list(self.module.modules())
+        self._child_tables = [child._modules for child in modules]
+        self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
+        self._parameter_tables = [child._parameters for child in modules]
+        self._buffer_tables = [child._buffers for child in modules]
 
     def _buffers(self) -> dict[tuple[int, str], tuple[int, int]]:
         """Return which tensor each buffer is, and how often it was written."""

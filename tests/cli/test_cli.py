@@ -30,6 +30,20 @@ def fresh_process(code):
     )
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_price_is_printed_whatever_the_encoding(encoding):
+    code = f"import sys; from dphero.cli import app; sys.argv = ['dphero', 'epsilon', *{STEPS}]; app()"
+    source = Path(dphero.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONIOENCODING": encoding}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60, check=False)
+    assert found.returncode == 0 and b"500" in found.stdout and not found.stderr
+
+
+def test_numbers_that_overflow_are_one_line():
+    result = run("epsilon", *STEPS[:4], "--steps", "1" + "0" * 400, "--delta", "1e-5")
+    assert result.exit_code == 2 and "too large" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_epsilon_for_people():
     result = run("epsilon", *STEPS)
     assert result.exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,6 +22,9 @@ class OneLineErrors(TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command line and leave the process."""
         options["standalone_mode"] = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # where there is no ε, a price without it is better than none
         try:
             status = super().main(args, prog_name, *rest, **options)
         except _UsageError as error:
@@ -29,6 +33,8 @@ class OneLineErrors(TyperGroup):
             _fail("interrupted", status=130)
         except (ValueError, OSError) as error:
             _fail(str(error))
+        except ArithmeticError as error:
+            _fail(f"a number is too large or too small to compute with: {error}")
         except ImportError as error:
             if "pip install" in str(error):
                 _fail(str(error))
