@@ -369,17 +369,32 @@ def test_the_measure_of_company_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_loss_without_second_derivatives_can_be_trained_with() -> None:
-    class Once(torch.autograd.Function):
+    lengths, labels = torch.full((ROWS,), 8), Y[:, None].clamp(min=1)
+
+    def loss(out: Tensor) -> Tensor:
+        return F.ctc_loss(out.log_softmax(1).expand(8, -1, -1), labels, lengths, torch.ones_like(lengths))
+
+    check(loss, "mean", CLASSIFIER, X)
+
+
+def test_a_function_that_works_once_is_called_once() -> None:
+    """Some scale a gradient in place that they have computed on the way forward."""
+
+    class Prepared(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+            ctx.gradient = x.clone()
+            return x.square() / 2
 
         @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return ctx.gradient.mul_(gradient)
 
-    check(lambda out: F.cross_entropy(Once.apply(out), Y), "mean", CLASSIFIER, X)
+    plain, watched = copy.deepcopy(CLASSIFIER), copy.deepcopy(CLASSIFIER)
+    Prepared.apply(plain(X)).mean().mul(0.5).backward()
+    out = LossCheck(watched, lambda: ROWS, "mean").watch(watched(X))
+    (Prepared.apply(out).mean() * 0.5 + 0 * out.mean()).backward()
+    torch.testing.assert_close(plain.weight.grad, watched.weight.grad)
 
 
 # -- in training ---------------------------------------------------------------------------------------------------

@@ -451,6 +451,20 @@ def test_a_shape_in_which_rounding_would_show_is_refused() -> None:
     training(copy.deepcopy(model), guidance=sharp, mechanism="ball")  # the sum is clipped to a ball
 
 
+def test_a_shape_that_becomes_too_uneven_later_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """The budget may be half spent by then: training goes on, with the shape before it."""
+    model = nn.Sequential(nn.Linear(6, 6))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(6))
+    run = training(model, guidance=PCA(exponent=1.0, floor=1e-9, refresh_every=2, solver="eigh"), max_grad_norm=1e-9)
+    before = mechanism(run).noise_geometry
+    with torch.no_grad():
+        model[0].weight.copy_(torch.ones(6, 6))
+    run.steps(5)
+    assert mechanism(run).noise_geometry is before
+    assert "stays as it was" in caplog.text and "'0.weight' would be" in caplog.text
+
+
 @pytest.mark.parametrize("guidance", [PCA(refresh_every=2), History("full", refresh_every=2)], ids=["pca", "history"])
 def test_the_loop_may_run_under_autocast(guidance: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):

@@ -8,8 +8,8 @@ to the examples; nor may examples be compared with each other in other ways, whi
 (:mod:`dphero.separable`). And the loss may train no parameter besides the model's. What is not understood is accepted:
 a check that cries wolf is soon switched off.
 
-Not seen from here: examples that are mixed before the model (mixup), and what is computed from several examples and
-enters the loss as a constant.
+Not seen from here: examples that are mixed before the model (mixup), what is computed from several examples and enters
+the loss as a constant, and what happens inside a function of the user's own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
@@ -98,12 +99,7 @@ class LossCheck:
                     'declared: declare loss_reduction="mean", or divide by a constant such as the expected batch size'
                 )
             self._divided_by_rows = rows
-        outputs = [
-            GradientEdge(node, node.metadata[_OUTPUT])
-            for node in _nodes_below(loss.grad_fn)
-            if _OUTPUT in node.metadata
-        ]
-        meeting = company(loss.as_subclass(Tensor), outputs, rows, self._read)
+        meeting = self._company(loss.as_subclass(Tensor), rows)
         if meeting > _ROUNDING:
             raise ValueError(
                 "the loss compares the examples of a batch with each other (derivatives for one half of them depend on "
@@ -113,6 +109,14 @@ class LossCheck:
         self._read += 1
         if self._read >= _FIRST:
             self._gap = self._left = 2 * self._gap or _FIRST
+
+    def _company(self, loss: Tensor, rows: int) -> float:
+        """Return how much examples meet in a loss, as far as that can be tried out without harm."""
+        own = _nodes_below(loss.grad_fn, until=_OUTPUT)
+        if any(isinstance(node, BackwardCFunction) for node in own):  # a function of the user's may work only once
+            return 0.0
+        outputs = [node for node in _nodes_below(loss.grad_fn) if _OUTPUT in node.metadata]
+        return company(loss, [GradientEdge(node, node.metadata[_OUTPUT]) for node in outputs], rows, self._read)
 
     def _check_parameters(self, loss: Any) -> None:
         """Refuse a loss that trains other parameters too: nothing would be clipped, and no noise added."""

@@ -45,6 +45,10 @@ _MILD = 10.0
 """Conditions up to which a shape magnifies that little."""
 
 
+class _UnevenError(ValueError):
+    """A geometry in which the rounding of a sum would show."""
+
+
 class Lot(Protocol):
     """What is released: see :class:`~dphero.lot_sum.LotSum`."""
 
@@ -120,9 +124,17 @@ class Mechanism:
         return self._geometry
 
     def refresh(self) -> None:
-        """Ask guidance for the geometry of the coming releases, unless it has given it already."""
-        with exactly():
-            self._geometry, self._next = self._next or self._asked(), None
+        """Ask guidance for the geometry of the coming releases, unless it has given it already.
+
+        One that is too uneven is refused at the beginning; later on, that before it stays.
+        """
+        try:
+            with exactly():
+                self._geometry, self._next = self._next or self._asked(), None
+        except _UnevenError as error:
+            if not self.releases:
+                raise
+            logger.warning("The shape of the noise stays as it was. Of the new one: %s", error)
         self._begun, self._renewed_at = False, self.releases
 
     def _asked(self) -> dict[str, Geometry]:
@@ -149,7 +161,7 @@ class Mechanism:
         for name, shape in geometry.items():
             condition, dtype = shape.largest / shape.smallest, self._parameters[name].dtype
             if condition > _MILD and condition * torch.finfo(dtype).eps * self.expected_lot > _ROUNDING:
-                raise ValueError(
+                raise _UnevenError(
                     f"the noise of {name!r} would be {condition:.3g} times stronger in some directions than in others. "
                     f"With lots of {self.expected_lot:g}, the rounding of {dtype} would show through where it is weak: "
                     "give guidance a floor or a smaller exponent, or train in float64 (module.double())"
