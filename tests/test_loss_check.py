@@ -411,6 +411,31 @@ def test_a_wrong_loss_releases_nothing() -> None:
     assert run.engine.steps == 1
 
 
+def test_what_a_loss_takes_from_inside_the_model_is_read_too() -> None:
+    """A term for balance that a model keeps in an attribute, a penalty on activations."""
+    refused = {
+        "balance": lambda hidden: hidden.softmax(1).mean(0).var() / hidden.softmax(1).mean(),
+        "root": lambda hidden: hidden.pow(2).mean().sqrt(),
+        "centred": lambda hidden: (hidden - hidden.mean(0)).pow(2).mean(),
+    }
+    accepted = {
+        "activity": lambda hidden: hidden.pow(2).mean(),
+        "length": lambda hidden: hidden.norm(dim=1).mean(),
+    }
+    for name, penalty in {**refused, **accepted}.items():
+        run, kept = training(), []
+        run.module[1].register_forward_hook(lambda module, args, out, kept=kept: kept.append(out))  # type: ignore[index,misc]
+
+        def loss(out: Tensor, y: Tensor, penalty: Loss = penalty, kept: list[Tensor] = kept) -> Tensor:
+            return F.cross_entropy(out, y) + 0.1 * penalty(kept[-1])
+
+        if name in refused:
+            with pytest.raises(ValueError, match=r"mixes examples|with each other"):
+                run.steps(1, loss)
+        else:
+            run.steps(5, loss)
+
+
 def test_the_declared_reduction_is_checked_in_training() -> None:
     with pytest.raises(ValueError, match='loss_reduction="sum" was declared'):
         training(loss_reduction="sum").steps(1)

@@ -188,10 +188,11 @@ class _Walk:
                 todo += [(child, factors, averaged) for child, _ in children]
 
     def _is_of_the_batch(self, node: Any) -> bool:
-        """Whether a node depends on the examples, and on more than one of them (a loss may be a loop over rows)."""
-        below = list(_nodes_below(node, until=_OUTPUT))
-        reaches = self._in_model or any(_OUTPUT in child.metadata for each in below for child, _ in _children(each))
-        return reaches and not any(map(self._picks_one, below))
+        """Whether a node depends on more than one of the examples: a loss may be a loop over rows.
+
+        All that has a gradient comes from the model, by its output or by another way, and so from the examples.
+        """
+        return not any(map(self._picks_one, _nodes_below(node, until=_OUTPUT)))
 
     def _is_reduced_before(self, node: Any, index: int) -> bool:
         """Whether the batch was summed or averaged further below: in ``losses.mean(0).sum()``, say."""
