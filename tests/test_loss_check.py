@@ -436,6 +436,18 @@ def test_what_a_loss_takes_from_inside_the_model_is_read_too() -> None:
             run.steps(5, loss)
 
 
+def test_a_loss_that_cannot_be_read_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    run = training()
+    run.steps(2)
+    assert not caplog.records
+    for number, (x, y) in enumerate(run.loader):
+        torch.autograd.backward(F.cross_entropy(run.module(x), y))
+        run.optimizer.step()
+        if number == 2:
+            break
+    assert [record.message[:27] for record in caplog.records] == ["The loss could not be read "]
+
+
 def test_the_declared_reduction_is_checked_in_training() -> None:
     with pytest.raises(ValueError, match='loss_reduction="sum" was declared'):
         training(loss_reduction="sum").steps(1)

@@ -14,6 +14,7 @@ the loss as a constant, and what happens inside a function of the user's own.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from torch.utils._pytree import tree_map
 from dphero.separable import company
 
 __all__ = ["LossCheck"]
+
+logger = logging.getLogger(__name__)
 
 _FIRST = 4
 """Losses that are read one after the other; then the gaps double, since a loss may change.
@@ -65,6 +68,7 @@ class LossCheck:
         self._module, self._rows, self._declared = module, rows, declared
         self._read = 0
         self._gap = self._left = 0  # outputs that are not watched after a loss was read; how many of them are to come
+        self._unread = self._told = False  # whether an output is watched whose loss was not read; whether that was said
         self._divided_by_rows: int | None = None
         self._kind = _watched(self._check)
 
@@ -75,7 +79,19 @@ class LossCheck:
         if self._left:
             self._left -= 1
             return output
+        self._unread = True
         return tree_map(self._mark, output)
+
+    def back_propagated(self) -> None:
+        """Say, once, that a loss was back-propagated which could not be read."""
+        if self._unread and not self._told:
+            self._told = True
+            logger.warning(
+                "The loss could not be read (it was not loss.backward() that was called, or it comes from a scripted "
+                "or custom function). It must be a mean over the examples, or a sum if loss_reduction says so: "
+                "otherwise one example changes the gradients of the others, and the price is wrong."
+            )
+        self._unread = False
 
     def _mark(self, value: Any) -> Any:
         if type(value) is not Tensor or not value.requires_grad:
@@ -86,6 +102,7 @@ class LossCheck:
         return watched
 
     def _check(self, loss: Tensor) -> None:
+        self._unread = False
         rows = self._rows()
         if rows is None or rows < 2 or loss.grad_fn is None:
             return

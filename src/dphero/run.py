@@ -111,6 +111,7 @@ class Run:
             raise RuntimeError(
                 "this backward pass belongs to an earlier batch; call backward() before the next batch is drawn"
             )
+        self._loss_check.back_propagated()
         batch, before, released = self.lots.capture(), self.mechanism.releases, None
         scale = batch.rows if self._loss_reduction == "mean" else 1
         added = False
