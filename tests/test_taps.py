@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import doctest
 import gc
 import inspect
 import io
+import signal
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +24,7 @@ import dphero
 from dphero.geometry import identity
 from dphero.layers import registry
 from dphero.pieces import Explicit
+from dphero.sites import swapped
 from dphero.taps import Taps
 from tests.models.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
 from tests.oracle import Tapped, check, compare, micro_batches, tapped
@@ -144,6 +148,36 @@ def test_moved_and_loaded_weights_are_seen() -> None:
 
 
 # -- calls that are out of order -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+def test_parameters_come_back_whenever_an_interrupt_comes() -> None:
+    """Ctrl-C at any moment, also while they are being put back."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    value, other = torch.ones(1), torch.zeros(1)
+    tables = [{"weight": value} for _ in range(5000)]
+    slots = [(table, "weight", other) for table in tables]
+    before, started = signal.signal(signal.SIGALRM, stop), time.perf_counter()
+    try:
+        with swapped(slots):
+            pass
+        duration = time.perf_counter() - started
+        for number in range(200):
+            with contextlib.suppress(Stop):
+                signal.setitimer(signal.ITIMER_REAL, (number + 1) / 200 * duration)
+                with swapped(slots):
+                    pass
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert all(table["weight"] is value for table in tables)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_exception_in_forward_restores_everything() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -131,14 +132,15 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
 def swapped(values: Iterable[tuple[dict[str, Any], str, Tensor]]) -> Iterator[None]:
     """Put tensors in place of parameters for a while: (where, name, tensor)."""
     values = list(values)
-    before = [(where, name, where[name]) for where, name, _ in values]
+    tables = [where for where, _, _ in values]
+    # To put them back is one call: Python handles no signal within, so that Ctrl-C cannot come between.
+    back = map(dict.update, tables, [{name: where[name]} for where, name, _ in values])
     try:
         for where, name, value in values:
             where[name] = value
         yield
     finally:
-        for where, name, value in before:
-            where[name] = value
+        deque(back, 0)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:

@@ -46,17 +46,28 @@ class Untouched:
             seed: What random generators start from; left out, from where they are.
         """
         changes = Changes()
-        generators = self._generators()
+        generators = started = self._generators()
         try:
             if seed is not None:
                 self._seed(seed)
-            started = self._generators()
+                started = self._generators()
             yield changes
         finally:
-            changes.random = started != self._generators()
+            try:
+                changes.random = started != self._generators()
+                changes.state = self._changed()
+            finally:
+                self._put_back(generators)
+
+    def _put_back(self, generators: list[Any]) -> None:
+        """Put everything back, also if Ctrl-C comes between."""
+        try:
             self._set_generators(generators)
-            changes.state = self._changed()
             self._restore()
+        except BaseException:
+            self._set_generators(generators)
+            self._restore()
+            raise
 
     def _changed(self) -> dict[str, Tensor]:
         found = {}
