@@ -139,7 +139,7 @@ class LossCheck:
         """Refuse a loss that trains other parameters too: nothing would be clipped, and no noise added."""
         own = {id(parameter) for parameter in self._module.parameters()}
         for node in _nodes_below(loss):
-            parameter = getattr(node, "variable", None)
+            parameter = _leaf(node)
             if isinstance(parameter, nn.Parameter) and id(parameter) not in own:
                 raise ValueError(
                     f"the loss has a gradient for a parameter of shape {tuple(parameter.shape)} that is not the "
@@ -207,9 +207,13 @@ class _Walk:
     def _is_of_the_batch(self, node: Any) -> bool:
         """Whether a node depends on more than one of the examples: a loss may be a loop over rows.
 
-        All that has a gradient comes from the model, by its output or by another way, and so from the examples.
+        All that has a gradient comes from the model, by its output or by another way, and so from the examples. But for
+        a penalty on the weights themselves, which their guards refuse.
         """
-        return not any(map(self._picks_one, _nodes_below(node, until=_OUTPUT)))
+        below = list(_nodes_below(node, until=_OUTPUT))
+        if not self._in_model and any(isinstance(_leaf(each), nn.Parameter) for each in below):
+            return False
+        return not any(map(self._picks_one, below))
 
     def _is_reduced_before(self, node: Any, index: int) -> bool:
         """Whether the batch was summed or averaged further below: in ``losses.mean(0).sum()``, say."""
@@ -363,6 +367,11 @@ def _is_loss_scale(number: float) -> bool:
     """Whether a number is a large power of two, up to rounding."""
     fraction, _ = math.frexp(number)
     return number > 0.9 * _LOSS_SCALE and any(math.isclose(fraction, power, rel_tol=1e-5) for power in (0.5, 1.0))
+
+
+def _leaf(node: Any) -> Tensor | None:
+    """Return the tensor in which a gradient ends here, if it does."""
+    return getattr(node, "variable", None)
 
 
 def _children(node: Any) -> list[tuple[Any, int]]:
