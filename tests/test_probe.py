@@ -211,6 +211,26 @@ def test_a_buffer_that_is_written_later_is_examined_then() -> None:
             model(x)
 
 
+def test_a_buffer_that_is_always_written_may_take_part() -> None:
+    """It was examined at first; to examine it again, after the pass, would write into what the backward pass needs."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return self.linear(x) * self.count
+
+    model, x = Counting(), torch.randn(6, 8)
+    with Tapped(model, 6) as tapped:
+        for _ in range(3):
+            model(x).sum().backward()
+        assert len(tapped.found) == 3 and model.count == 3
+
+
 def test_a_result_without_tensors_is_refused() -> None:
     class Result:
         def __init__(self, logits: Tensor) -> None:

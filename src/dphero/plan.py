@@ -8,7 +8,7 @@ model's code from which it is called.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,7 @@ class Plan:
         calls: What is known of each call.
         arguments: Where the arguments of the model carry the examples, for each structure in which they came.
         examples_independent: Whether rows could be compared (a first batch of one row says nothing).
+        written: Buffers that a pass writes, as it is known to do: without looking at the examples.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class Plan:
         calls: Mapping[Call, Axes],
         arguments: Sequence[tuple[Any, Sequence[int | None]]],
         examples_independent: bool,
+        written: Iterable[str] = (),
     ) -> None:
         self.calls, self.arguments = dict(calls), list(arguments)
-        self.examples_independent = examples_independent
+        self.examples_independent, self.written = examples_independent, frozenset(written)
         self._counter: Counter[Key] = Counter()
         self._known: dict[Key, list[Axes]] = {}
         for (key, _), axes in calls.items():
@@ -84,7 +86,8 @@ class Plan:
         replaced = {key for key, _ in other.calls}
         calls = {call: axes for call, axes in self.calls.items() if call[0] not in replaced}
         arguments = [pair for pair in self.arguments if pair not in other.arguments] + other.arguments
-        return Plan(calls | other.calls, arguments, self.examples_independent and other.examples_independent)
+        independent = self.examples_independent and other.examples_independent
+        return Plan(calls | other.calls, arguments, independent, self.written | other.written)
 
     def axes(self, structure: Any, leaves: Sequence[Any], rows: int) -> Sequence[int | None] | None:
         """Return where these arguments carry the examples, if they do so as earlier ones did."""

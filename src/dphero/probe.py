@@ -164,7 +164,7 @@ class _Examination:
                 self.carrying = _carrying(small, large)
                 if len(rows) > 1:
                     self._compare(rows, mixed, small, large)
-                plan = Plan(calls, [self._batch.way], len(rows) > 1)
+                plan = Plan(calls, [self._batch.way], len(rows) > 1, small.written)
                 rehearse(self._taps, plan, self._untouched, self._batch.take(mixed[0]), _SIZES[0], random=small.random)
                 if len(rows) > 1:
                     self._compare_gradients(plan, rows, mixed[0])

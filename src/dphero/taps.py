@@ -34,6 +34,7 @@ from dphero.probe import probe
 from dphero.shared import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
 from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
 from dphero.tape import GradientBatch, PieceMaker, Tape
+from dphero.untouched import buffer_name
 
 __all__ = ["Call", "Site", "Taps"]
 
@@ -96,7 +97,6 @@ class Taps:
         # those that require a gradient now and are not trained are constants
         self._known = {id(table[local]): table[local] for table, local in self._slots}
         self._note_modules()
-        self._written: set[tuple[int, str]] = set()  # buffers that passes write, and that was examined
         forwards = {site.module: self._site_forward(site) for site in self.sites}
         forwards |= {child: self._pool_forward(child) for child in module.modules() if halves(child)}
         self.root_forward = forwards.get(module, module.forward)
@@ -137,11 +137,12 @@ class Taps:
         self._require_known_parameters()
         before = self._buffers()
         out = self._run_tapped(args, kwargs, self._rows())
-        written = {place for place, version in self._buffers().items() if before.get(place) != version}
-        if not written <= self._written:  # not so when the model was examined
-            self._written |= written
+        after = self._buffers()
+        if after != before:
+            written = {name for name, version in after.items() if before.get(name) != version}
             assert self.plan is not None
-            self.plan = self.plan.joined(probe(self, args, kwargs, self._rows()))
+            if not written <= self.plan.written:  # not so when the model was examined
+                self.plan = self.plan.joined(probe(self, args, kwargs, self._rows()))
         return self._returned(out)
 
     def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
@@ -188,17 +189,18 @@ class Taps:
 
     def _note_modules(self) -> None:
         """Remember the tables of all modules: to walk through the modules themselves takes long."""
-        modules = list(self.module.modules())
+        named = list(self.module.named_modules())
+        modules = [child for _, child in named]
         self._child_tables = [child._modules for child in modules]
         self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
         self._parameter_tables = [child._parameters for child in modules]
-        self._buffer_tables = [child._buffers for child in modules]
+        self._buffer_tables = [(path, child._buffers) for path, child in named]
 
-    def _buffers(self) -> dict[tuple[int, str], tuple[int, int]]:
+    def _buffers(self) -> dict[str, tuple[int, int]]:
         """Return which tensor each buffer is, and how often it was written."""
         return {
-            (number, local): (id(buffer), buffer._version)
-            for number, table in enumerate(self._buffer_tables)
+            buffer_name(path, local): (id(buffer), buffer._version)
+            for path, table in self._buffer_tables
             for local, buffer in table.items()
             if buffer is not None
         }

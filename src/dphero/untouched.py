@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Untouched", "same"]
+__all__ = ["Untouched", "buffer_name", "same"]
 
 
 class Untouched:
@@ -77,7 +77,7 @@ class Untouched:
                 value = None if tensor is None else tensor.detach()
                 known = None if old is None else self._values[id(old)]
                 if value is not None and (known is None or not same(value, known)):
-                    found[f"{path} {name!r}"] = value.clone()
+                    found[_name(path, name)] = value.clone()
         return found
 
     @torch.no_grad()
@@ -119,6 +119,15 @@ class Untouched:
             generator.set_state(next(others))
         for device in self._devices:
             torch.cuda.set_rng_state(next(others), device)
+
+
+def buffer_name(path: str, name: str) -> str:
+    """Return how a buffer of the module at ``path`` is called among changes."""
+    return _name(f"{path}.buffer".strip("."), name)
+
+
+def _name(table: str, name: str) -> str:
+    return f"{table} {name!r}"
 
 
 class Changes:
