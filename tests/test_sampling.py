@@ -504,6 +504,11 @@ class BrokenLength(NoLength):
         raise NotImplementedError("ask later")
 
 
+class OwnBatches(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return (2 * batch[0] for batch in super().__iter__())
+
+
 TEN = TensorDataset(torch.zeros(10, 1))
 
 
@@ -524,6 +529,7 @@ TEN = TensorDataset(torch.zeros(10, 1))
         (DataLoader(TEN, sampler=RandomSampler(TEN, replacement=True)), "RandomSampler"),
         (DataLoader(TEN, sampler=RandomSampler(TEN, num_samples=5)), "RandomSampler"),
         (DataLoader(TEN, batch_sampler=[[0, 1], [2]]), "list"),
+        (OwnBatches(TEN, batch_size=2), "OwnBatches.*collate_fn"),
     ],
 )
 def test_sources_that_cannot_be_sampled_are_refused(source: Any, match: str) -> None:

@@ -37,6 +37,7 @@ def test_a_price_is_printed_whatever_the_encoding(encoding):
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONIOENCODING": encoding}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, timeout=60, check=False)
     assert found.returncode == 0 and b"500" in found.stdout and not found.stderr
+    assert b"epsilon <= " in found.stdout and b"delta = 1e-05" in found.stdout
 
 
 def test_numbers_that_overflow_are_one_line():

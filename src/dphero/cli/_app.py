@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.metadata
 import io
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +18,23 @@ import dphero
 _UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 
 
+_SPELT_OUT = {"ε": "epsilon", "δ": "delta", "σ": "sigma", "∞": "inf", "±": "+-", "≤": "<=", "≥": ">=", "·": "*"}
+
+
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """Write what a terminal has no letter for in those it has: a price is better printed oddly than not at all."""
+    assert isinstance(error, UnicodeEncodeError)
+    letters = error.object[error.start : error.end]
+    return "".join(_SPELT_OUT.get(letter) or _without_accent(letter) for letter in letters), error.end
+
+
+def _without_accent(letter: str) -> str:
+    return unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode() or "?"
+
+
+codecs.register_error("dphero", _spell_out)
+
+
 class OneLineErrors(TyperGroup):
     """Shows an error as one line on stderr with exit code 2: wrong usage, and what the library refuses."""
 
@@ -24,7 +43,7 @@ class OneLineErrors(TyperGroup):
         options["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # where there is no ε, a price without it is better than none
+                stream.reconfigure(errors="dphero")
         try:
             status = super().main(args, prog_name, *rest, **options)
         except _UsageError as error:

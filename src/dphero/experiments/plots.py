@@ -103,7 +103,8 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
             _draw_curve(axes, curves[number], rows[number], *styles[_legend_label(rows[number])])
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("epoch (passes over the data)")
-    grid[0].set_ylabel("test accuracy (%), mean ± sample sd")
+    several = any(row.seeds > 1 for row in rows)
+    grid[0].set_ylabel("test accuracy (%), mean ± sample sd" if several else "test accuracy (%), one seed")
     _legend_of_all(figure, grid)
     save_figure(figure, directory / "curves")
 

@@ -40,6 +40,11 @@ def dataset_of(source: DataLoader[Any] | Dataset[Any]) -> tuple[Dataset[Any], in
 def _require_plain_loader(loader: DataLoader[Any]) -> None:
     if loader.batch_sampler is None:
         raise ValueError("a DataLoader with batch_size=None does not form batches; give it a batch_size")
+    if any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        raise ValueError(
+            f"{type(loader).__name__} makes its batches in an __iter__ of its own, which private lots would ignore. "
+            "Give a torch.utils.data.DataLoader, with what is done to each batch in its collate_fn or in your loop."
+        )
     sampler, records = loader.sampler, len(cast(Sized, loader.dataset))
     known = type(loader.batch_sampler) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler)
     if isinstance(sampler, RandomSampler):
