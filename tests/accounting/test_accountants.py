@@ -362,6 +362,7 @@ def test_a_new_kind_with_a_privacy_loss_distribution_composes_by_its_count(new_k
         sampling: ClassVar[str] = "Everyone."
 
         def pld(self, interval: float):
+            assert interval >= 1e-4, "of losses that nobody has bounded, a finer grid may have any number of points"
             return from_randomized_response(self.noise, 2, value_discretization_interval=interval)
 
     one = price(ledger_of(RandomizedResponse(0.5), 1), 1e-5).epsilon

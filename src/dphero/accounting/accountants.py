@@ -285,7 +285,9 @@ def _interval(charges: Mapping[Event, int], steps: int, mu: float, coarse: bool)
     curves = [(event.rdp(_GUARD_ORDERS), count) for event, count in charges.items()]
     known = [(curve, count) for curve, count in curves if curve is not None]
     total = np.sum([np.zeros(len(_GUARD_ORDERS)), *(count * curve for curve, count in known)], axis=0)
-    interval = min(max(0.2 * math.sqrt(total[0] / steps), _FINEST), _COARSE if coarse else _FINE)
+    usual = _COARSE if coarse else _FINE
+    all_known = len(known) == len(curves)  # of others nobody knows whether their losses are tiny
+    interval = min(max(0.2 * math.sqrt(total[0] / steps), _FINEST), usual) if all_known else usual
     spreads = [rdp_epsilon(_GUARD_ORDERS, curve, math.exp(-50)) for curve, _ in known]
     widest = max(mu * mu / 2 + 10 * mu, *spreads, 0.0)
     everything = rdp_epsilon(_GUARD_ORDERS, total, 1e-15) + widest
