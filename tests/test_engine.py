@@ -162,6 +162,17 @@ def test_a_layer_that_is_frozen_later_stays_as_it_is() -> None:
     assert torch.equal(before["0.weight"], after["0.weight"]) and not torch.equal(before["2.weight"], after["2.weight"])
 
 
+def test_a_layer_can_be_frozen_for_a_while_from_the_beginning() -> None:
+    run = training()
+    run.module[0].requires_grad_(False)  # type: ignore[index]
+    before = run.weights()
+    run.steps(2)
+    assert torch.equal(before["0.weight"], run.weights()["0.weight"])
+    run.module[0].requires_grad_(True)  # type: ignore[index]
+    run.steps(1)
+    assert not torch.equal(before["0.weight"], run.weights()["0.weight"])
+
+
 # -- a target epsilon ------------------------------------------------------------------------------------------
 
 
@@ -360,6 +371,18 @@ def test_detach_gives_everything_back() -> None:
     for use in (lambda: run.engine.steps, lambda: run.engine.detach(), lambda: run.engine.save("x"), run.engine.paused):
         with pytest.raises(RuntimeError, match="call make_private first"):
             use()
+
+
+def test_the_loader_of_a_detached_engine_hands_out_nothing() -> None:
+    """What it handed out would be trained without noise, and nobody would count it."""
+    run = training()
+    run.steps(1)
+    begun = iter(run.loader)
+    next(begun)
+    run.engine.detach()
+    for lots in (begun, iter(run.loader)):
+        with pytest.raises(RuntimeError, match=r"detached.*not private"):
+            next(lots)
 
 
 def test_an_engine_that_trains_again_goes_on_counting() -> None:

@@ -451,6 +451,7 @@ NOTHING: dict[str, Any] = {"sample_rate": None, "expected_batch_size": None, "da
         ({"dataset_size": "public"}, (0.2, 10)),
         ({"dataset_size": "public", "expected_batch_size": 25}, (0.5, 25)),
         ({"dataset_size": np.int64(1000)}, (0.01, 10)),
+        ({"sample_rate": 0.3, "dataset_size": 1000}, (0.3, 300)),
     ],
 )
 def test_rate_and_lot_come_from_public_numbers(numbers: dict[str, Any], expected: tuple[float, float]) -> None:

@@ -336,7 +336,7 @@ def test_a_forked_process_does_not_go_on_with_its_parents_training(
     assert "this one is a fork" in str(in_a_fork(draw_again))
     assert in_a_fork(resume) == 2
     assert release() == 2  # the parent goes on
-    monkeypatch.setattr(Lots, "require_own_process", lambda self: None)
+    monkeypatch.setattr(Lots, "require_open", lambda self: None)
     lot = draw_again()
     assert in_a_fork(draw_again) == lot  # without the guard
 

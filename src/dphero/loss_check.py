@@ -1,12 +1,12 @@
 """Is the loss a mean (or a sum) over the examples? If not, one example moves the gradients of the others.
 
 Losses are read before they are back-propagated: the first few, and a few more later on. The graph is followed from the
-loss down to where the batch is summed or averaged. Above that place everything must be linear: a root, a product or a
-maximum of batch averages belongs to no example. At that place the reduction must be the declared one, and the divisor
-must not depend on what the examples hold. Below it, up to the model's output, no statistic of the batch may flow back
-to the examples; nor may examples be compared with each other in other ways, which second derivatives show
-(:mod:`dphero.separable`). And the loss may train no parameter besides the model's. What is not understood is accepted:
-a check that cries wolf is soon switched off.
+loss down to where the batch is summed or averaged. Above that place everything must be known to be linear: a root, a
+product or a maximum of batch averages belongs to no example. At that place the reduction must be the declared one, and
+the divisor must not depend on what the examples hold. Below it, up to the model's output, no statistic of the batch may
+flow back to the examples; nor may examples be compared with each other in other ways, which second derivatives show
+(:mod:`dphero.separable`). And the loss may train no parameter besides the model's. Other things that are not understood
+are accepted: a check that cries wolf is soon switched off.
 
 Not seen from here: examples that are mixed before the model (mixup), what is computed from several examples and enters
 the loss as a constant, and what happens inside a function of the user's own.
@@ -41,11 +41,10 @@ _LOSS_SCALE = 256
 """From here on, a loss that is multiplied by a power of two is taken to be scaled for half precision."""
 
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias"}
-_LINEAR |= {"Squeeze", "Unsqueeze", "Expand", "Stack", "Cat", "T", "Transpose", "Permute"}
-_SELECTING = {"Index", "MaskedSelect", "Slice", "Select", "IndexSelect", "Gather", "Split", "Narrow", "Sort"}
-_NONLINEAR = {"Sqrt", "Rsqrt", "Pow", "Log", "Log2", "Log10", "Log1P", "Exp", "Expm1", "Abs", "Sigmoid", "LogSigmoid"}
-_NONLINEAR |= {"Tanh", "Relu", "Softplus", "Clamp", "ClampMin", "ClampMax", "Reciprocal", "Maximum", "Minimum"}
-_NONLINEAR |= {"Softmax", "LogSoftmax"}
+_LINEAR |= {"Squeeze", "Unsqueeze", "Expand", "Stack", "Cat", "T", "Transpose", "Permute", "Repeat", "Flip", "Cumsum"}
+_LINEAR |= {"CopyBackwards", "CopySlices", "IndexPut", "AsStrided", "Unbind", "Lerp", "Dot", "Mv"}
+_PRODUCTS = {"Mul", "Div", "Dot", "Mv"}  # linear while but one of the factors has a gradient
+_SELECTING = {"Index", "MaskedSelect", "Slice", "Select", "IndexSelect", "Gather", "Split", "SplitWithSizes", "Sort"}
 _RANKING = {"Max", "Min", "Amax", "Amin", "Norm", "LinalgVectorNorm", "Logsumexp", "Std", "Var", "StdMean", "VarMean"}
 _RANKING |= {"Prod", "Median", "Topk", "Kthvalue"}
 _PAIRS = {"Mm", "Cdist", "EuclideanDist"}
@@ -186,21 +185,24 @@ class _Walk:
             kind, children = _kind(node), _children(node)
             self._in_model |= _OUTPUT in node.metadata  # a model that returns its loss
             reduction = _reduction(node) if children else None
-            several = kind in ("Mul", "Div") and len(children) > 1
-            if reduction or several or kind in _RANKING | _NONLINEAR:
+            several = kind in _PRODUCTS and len(children) > 1
+            linear = not several and (kind in _LINEAR or kind in _SELECTING)
+            if children and (reduction or not linear or kind == "Sort") and not isinstance(node, BackwardCFunction):
                 if not self._is_of_the_batch(node):
                     continue
                 averaged = averaged or reduction == "mean"
                 if not reduction:
                     self._check_function(node, kind)
                 elif self._is_reduced_before(*children[0]):
+                    if kind not in ("Mean", "Sum"):
+                        self._check_function(node, kind)
                     todo.append((children[0][0], factors, averaged))
                 else:
                     self._check_reduction(node, reduction, factors)
                     self._check_scale(_shape(*children[0]), reduction, factors)
                     self._check_rows(*children[0], averaged)
                     self._check_company(children[0][0])
-            elif kind in _LINEAR or kind in _SELECTING:
+            if linear:
                 factors += _factor(node, kind)
                 todo += [(child, factors, averaged) for child, _ in children]
 

@@ -104,7 +104,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
     for way in ways:
         batch.axes = way
         try:
-            with _full_precision():
+            with _full_precision(), _thawed(taps):
                 plan = _Examination(taps, batch).run()
             break
         except Exception as error:
@@ -127,12 +127,27 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
     return plan
 
 
+@contextmanager
+def _thawed(taps: Taps) -> Iterator[None]:
+    """Let all parameters of the engine be trained here: those that are frozen now may not be later."""
+    known = [site.parameters[local] for site in taps.sites for local in site.names]
+    frozen = [parameter for parameter in known if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
 def _passes(taps: Taps, batch: Arguments) -> bool:
     """Tell whether a model could be private if the batch were read so; something of the examples must come out then."""
     rules = [site.rule for site in taps.sites]
     examination = _Examination(taps, batch)
     try:
-        examination.run()
+        with _thawed(taps):
+            examination.run()
     except Exception:
         return False
     finally:

@@ -204,6 +204,7 @@ class Run:
 
     def detach(self) -> None:
         """Take everything away again."""
+        self.lots.close()
         self.taps.detach()
         for handle in self._hooks:
             handle.remove()

@@ -59,7 +59,7 @@ class PrivateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the physical batches of the lots up to the end of the epoch."""
-        self.lots.require_own_process()
+        self.lots.require_open()
         self._iterations += 1
         iteration = self._iterations
         start = self.lots.next
@@ -77,7 +77,7 @@ class PrivateLoader:
                 self._before_batch()
                 self.lots.deliver(physical)
                 yield batch
-                self.lots.require_own_process()
+                self.lots.require_open()
                 if iteration != self._iterations:
                     raise RuntimeError("a newer iteration over the private loader has begun; finish that one")
                 self.lots.require_captured()

@@ -34,7 +34,12 @@ class Lots:
     """
 
     def __init__(self) -> None:
+        self._closed = False
         self.restart(0)
+
+    def close(self) -> None:
+        """Hand out nothing any more: nobody takes gradients, or adds noise."""
+        self._closed = True
 
     def restart(self, lot: int) -> None:
         """Stand before a lot, with nothing in the user's hands."""
@@ -57,12 +62,18 @@ class Lots:
         """Whether gradients of some, not all, physical batches of a lot have been taken."""
         return self.pending is not None and (self.captured or not self.pending.first)
 
-    def require_own_process(self) -> None:
-        """Refuse to train in a forked process.
+    def require_open(self) -> None:
+        """Refuse to train where nobody counts: after the engine was detached, or in a forked process.
 
         Raises:
-            RuntimeError: If this is another process than the one in which training began or was resumed.
+            RuntimeError: If it was closed, or if this is another process than the one in which training began or was
+                resumed.
         """
+        if self._closed:
+            raise RuntimeError(
+                "the engine was detached: what is trained from here on is not private, and its loader hands out "
+                "nothing any more. Call make_private again, or iterate over an ordinary loader."
+            )
         if os.getpid() != self._process:
             raise RuntimeError(
                 "the model was made private in another process, of which this one is a fork: both would train on the "
@@ -74,9 +85,9 @@ class Lots:
         """Note that the gradients of the batch in hand are being taken: once, before the lot is released.
 
         Raises:
-            RuntimeError: If they were taken before, or if this is a forked process.
+            RuntimeError: If they were taken before, if the engine was detached, or if this is a forked process.
         """
-        self.require_own_process()
+        self.require_open()
         if self.spoiled:
             raise RuntimeError(
                 f"lot {self.next} was spoiled by an error in an earlier backward pass; iterate over the loader anew to "
@@ -104,7 +115,8 @@ class Lots:
             raise RuntimeError(
                 f"a batch of lot {self.next} was handed out but not back-propagated. Every batch that is drawn must "
                 "take part in a step, whatever its loss: skipping some by looking at the data is not private. Iterate "
-                "over the loader anew to get this lot again. (To evaluate, iterate over an ordinary loader.)"
+                "over the loader anew to get this lot again. (To evaluate, iterate over an ordinary loader. And "
+                "only the model that was made private takes part, not a copy of it.)"
             )
 
     def release(self) -> None:

@@ -78,7 +78,8 @@ def public_rate(
         source: The user's loader or dataset.
         size: Its number of records; used only where ``dataset_size="public"`` declares it public.
         sample_rate: q, if given.
-        expected_batch_size: B, if given; else the loader's ``batch_size``, which its author wrote down.
+        expected_batch_size: B, if given; else q N where both are given, else the loader's ``batch_size``, which its
+            author wrote down.
         dataset_size: A public number of records, or ``"public"``.
 
     Raises:
@@ -97,8 +98,8 @@ def public_rate(
                 f"sample_rate={sample_rate}, expected_batch_size={expected_batch_size} and {records} records "
                 "contradict each other (B = q N); give two of the three"
             )
-    if lot is None and sample_rate is not None and records is not None:
-        lot = sample_rate * records
+    if expected_batch_size is None and sample_rate is not None and records is not None:
+        lot = sample_rate * records  # whatever the loader's batch size: two of three numbers were given
     if sample_rate is None and lot is not None and records is not None:
         sample_rate = lot / records
         if sample_rate > 1:
