@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import inspect
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -168,7 +168,7 @@ class PrivacyEngine:
             if clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
                 raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
         noise, key = self._sources(secure, seed)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
         require_private_modules(module)
         require_free(module)
         parameters = trained_parameters(module, optimizers)

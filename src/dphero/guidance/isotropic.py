@@ -29,7 +29,7 @@ class Isotropic:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes an empty state."""
         if state:
-            raise ValueError(f"isotropic guidance has no state, and was given {sorted(state)}")
+            raise ValueError("the checkpoint is of a run with another guidance: call make_private with that one")
 
     def __repr__(self) -> str:
         return "Isotropic()"
