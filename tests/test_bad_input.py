@@ -57,8 +57,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bare": ({"guidance": PCA(exponent=1.0, floor=0.0, bare=True), "module": nn.Linear(6, 9)}, "without noise"),
     "no consent": ({"mechanism": "published"}, "unsound=True"),
-    "no optimizer": ({"given_optimizer": None}, "must be a torch optimizer"),
-    "class of optimizers": ({"given_optimizer": torch.optim.SGD}, "must be a torch optimizer"),
     "no module": ({"module": "net", "optimizer": lambda p: torch.optim.SGD([torch.zeros(1)], 0.1)}, "torch.nn.Module"),
 }
 
@@ -74,7 +72,6 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(name: str) -> None:
         weights = {key: value.clone() for key, value in module.state_dict().items()}
     else:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    optimizer = options.pop("given_optimizer", optimizer)
     options.setdefault("data_loader", DataLoader(options.pop("dataset", data()), batch_size=12))
     numbers = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "dataset_size": "public", "seed": 7}
     engine = PrivacyEngine()
@@ -88,6 +85,12 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(name: str) -> None:
         assert not optimizer._optimizer_step_pre_hooks
     run = training(engine=engine)  # the engine is as good as new, and so is the seed
     assert same(run.steps(1)[0], training().steps(1)[0])
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.SGD, "adam", []])
+def test_an_optimizer_that_is_none_is_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match="must be a torch optimizer"):
+        training(optimizer=lambda _: optimizer)
 
 
 def test_unknown_arguments_are_errors() -> None:
