@@ -114,6 +114,14 @@ def test_one_example_moves_the_count_by_a_half(size: float, others: int) -> None
     assert abs(float(with_it) - float(without)) == 0.5
 
 
+@pytest.mark.parametrize("count", [1e9, -1e9])
+def test_a_bound_stays_a_number_whatever_the_noise(count: float) -> None:
+    clipping = rule("adaptive")
+    for _ in range(200):
+        clipping.adapt(count, 10.0)
+    assert 1e-20 <= clipping.norm <= 1e20
+
+
 def test_the_bound_follows_the_quantile() -> None:
     clipping = Adaptive(1.0, expected_lot=100.0, noise_multiplier=1.0, quantile=0.8, rate=0.5)
     clipping.adapt(100 * (0.3 - 0.5), 100.0)  # 30 % were below the bound

@@ -19,6 +19,10 @@ from dphero.validation import one_of, positive
 __all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping", "total"]
 
 
+_BOUNDS = (1e-20, 1e20)
+"""Of a bound that follows the norms: beyond them, float32 has no noise for it."""
+
+
 class Clipping(ABC):
     """A clip rule with a bound ``norm`` on what one example can add."""
 
@@ -108,8 +112,8 @@ class Adaptive(Flat):
     """The bound follows a quantile of the norms, privately (Andrew et al.).
 
     Each release also publishes a noisy count of the examples below the bound, over the *whole* lot:
-    b̃ = (Σ_i (1[‖w_i‖ ≤ C_t] − ½) + σ_b z) / B + ½, then C_{t+1} = C_t exp(−η (b̃ − quantile)). Σ moves by at
-    most ½ per example, so the step costs what multiplier σ costs if the gradient is released at
+    b̃ = (Σ_i (1[‖w_i‖ ≤ C_t] − ½) + σ_b z) / B + ½, then C_{t+1} = C_t exp(−η (b̃ − quantile)), by no more than a
+    factor e. Σ moves by at most ½ per example, so the step costs what multiplier σ costs if the gradient is released at
     (σ⁻² − (2σ_b)⁻²)^(−1/2). The bound of step t is fixed before its lot is drawn.
 
     Args:
@@ -140,11 +144,16 @@ class Adaptive(Flat):
 
     def adapt(self, noisy_count: float, expected_lot: float) -> None:
         fraction = noisy_count / expected_lot + 0.5
-        self.norm *= math.exp(-self.rate * (fraction - self.quantile))
+        step = -self.rate * (fraction - self.quantile)
+        self.norm = _within(self.norm * math.exp(_within(step, -1.0, 1.0)), *_BOUNDS)
 
     def state_dict(self) -> dict[str, Any]:
         settings = {"quantile": self.quantile, "rate": self.rate, "count_noise": self._count_noise}
         return {**super().state_dict(), **settings}
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
 
 def make_clipping(
