@@ -153,6 +153,8 @@ def test_the_table_for_people_and_its_files(tmp_path, monkeypatch):
         (["--data", "digits", "--epsilons", "1", "--dataset-size", "²"], "dataset_size must be a whole number"),
         (["--data", "digits", "--epsilons", "1", "--vary", "lrr=1,2"], "did you mean 'lr'?"),
         (["--data", "digits", "--epsilons", "1", "--vary", "lr"], "--vary takes NAME=VALUE,VALUE"),
+        (["--data", "digits", "--epsilons", "1", "--vary", "lr=[1]"], "--vary lr takes numbers, text, true and false"),
+        (["--data", "digits", "--epsilons", "1", "--vary", "lr=1,None"], "true and false, got None"),
         (["--data", "digits", "--epsilons", "1", "--dataset-size", "many"], 'must be a whole number or "public"'),
         (["--data", "digits", "--epsilons", "1", "--model", "lenett"], "no model 'lenett'"),
         (["--data", "no-such-data", "--epsilons", "1"], "no-such-data"),
@@ -172,6 +174,16 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     result = run("--data", "digits", "--epsilons", 1, "--out", tmp_path / "file" / "out")
     assert result.exit_code == 2 and "Not a directory" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_nothing_is_cut_short_in_a_narrow_terminal_and_brackets_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "train_run", lambda *order: {"kind": "failed", "error": "[/b]"})
+    monkeypatch.setattr(sweep, "Pool", Here)
+    monkeypatch.setenv("COLUMNS", "48")
+    varied = ("--methods", "dp-hero-published", "--vary", "guidance=[red],isotropic")
+    result = run("--data", "digits", "--epsilons", 1, "--seeds", 1, *varied, "--out", tmp_path / "out [old]")
+    assert result.exit_code == 1 and "[/b]" in result.stdout, result.output
+    assert "…" not in result.stdout and "[red]" in result.stdout and "[old]" in result.stdout.replace("\n", "")
 
 
 def test_failing_runs_are_shown_with_their_error(tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ def test_list_names_every_item_its_place_in_the_paper_and_its_time():
     assert all(item["paper"] and item["shows"] and {"quick", "full"} <= set(item["minutes"]) for item in found)
     shown = run("list").stdout
     assert all(name in shown for name in ITEMS)
+    narrow = CliRunner().invoke(app, ["reproduce", "list"], env={"COLUMNS": "60"}).stdout
+    assert all(name in narrow for name in ITEMS) and "…" not in narrow
 
 
 def test_an_item_prints_a_table_and_says_what_is_unsound(tmp_path):

@@ -79,10 +79,12 @@ def test_a_corrected_command_takes_the_same_folder_and_a_moved_run_is_shown(tmp_
     refused = run("--data", "digits", "--out", "run")
     assert refused.exit_code == 2 and "give --epsilon" in refused.stderr
     assert run("--data", "digits", "--noise-multiplier", 5, "--epochs", 0.1, "--out", "run").exit_code == 0
-    (tmp_path / "run").rename("moved")
-    shown = run("--resume", "moved")
-    assert shown.exit_code == 0 and "Privacy statement" in shown.stdout and "moved" in shown.stdout, shown.output
-    assert json.loads(run("--resume", "moved", "--json").stdout)["run"] == "moved"
+    moved = f"moved [old] :dog: {'x' * 100}"
+    (tmp_path / "run").rename(moved)
+    shown = run("--resume", moved)
+    assert shown.exit_code == 0 and "Privacy statement" in shown.stdout, shown.output
+    assert "[old] :dog:" in shown.stdout and shown.stdout.count("x" * 30) and "…" not in shown.stdout
+    assert json.loads(run("--resume", moved, "--json").stdout)["run"] == moved
 
 
 def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from dphero.data import Data, Split, from_arrays, load
 from dphero.data.folders import HELD_OUT, is_held_out
+from dphero.data.loading import located
 from tests.data import small
 
 X = np.random.default_rng(1).integers(256, size=(6, 5, 4), dtype=np.uint8)
@@ -95,6 +97,28 @@ def test_given_classes_set_the_order_and_may_be_absent_from_the_data():
     assert made(X[:2], [2, 0], classes=["dog", "emu", "cat"]).train.labels.tolist() == [2, 0]
 
 
+@pytest.mark.parametrize(
+    "classes",
+    [
+        np.unique([1, 2, 3]),
+        list(np.unique([1, 2, 3])),
+        np.array([1.0, 2.0, 3.0]),
+        torch.tensor([1, 2, 3]),
+        list(torch.tensor([1.0, 2.0, 3.0])),
+        [Decimal(1), Decimal(2), Decimal(3)],
+    ],
+    ids=["array", "numpy integers", "floats", "tensor", "tensors", "decimals"],
+)
+@pytest.mark.parametrize(
+    "kind", [np.asarray, list, lambda labels: list(torch.tensor(labels))], ids=["array", "list", "tensors"]
+)
+def test_classes_that_are_numbers_are_told_apart_whatever_they_came_in(classes, kind):
+    data = made(X, kind(Y + 1), classes=classes)
+    assert data.classes == ("1", "2", "3") and data.train.labels.tolist() == Y.tolist()
+    with pytest.raises(ValueError, match="label 0 is out of range"):
+        made(X, kind(Y), classes=classes)
+
+
 NAN, INF = X.astype(np.float32), X.astype(np.float64)
 NAN[4, 1, 1], INF[2, 0, 0] = np.nan, 1e300  # too large for float32
 
@@ -160,6 +184,30 @@ def test_npz(tmp_path):
     assert data.name == "set" and data.classes == ("cat", "dog") and data.test.labels.tolist() == [1, 0]
     np.savez(path, X_train=X, Y_train=Y, test_images=X, test_labels=Y, classes=["a", "b", "c", "d"])
     assert load(str(path)).classes == ("a", "b", "c", "d")
+    np.savez(path, x_train=X, y_train=Y + 1.0, x_test=X, y_test=Y + 1.0, classes=[1.0, 2.0, 3.0])
+    assert load(str(path)).classes == ("1", "2", "3") and load(str(path)).train.labels.tolist() == Y.tolist()
+
+
+def test_files_and_folders_are_found_from_everywhere_and_other_names_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "folder").mkdir()
+    assert located("set.npz") == str(tmp_path / "set.npz") and located("folder") == str(tmp_path / "folder")
+    assert located("~/set.npz") == "/home/me/set.npz"
+    (tmp_path / "mnist").mkdir()  # the built-in set comes first
+    for name in ("mnist", "module:function", "/somewhere/set.npz", "no such thing"):
+        assert located(name) == name
+
+
+def test_the_digest_is_that_of_what_is_trained_on():
+    digests = [
+        made().digest(),
+        made(255 - X).digest(),
+        made(X.reshape(6, 4, 5)).digest(),
+        made(labels=np.roll(Y, 1)).digest(),
+        made(classes=[0, 1, 2, 3]).digest(),
+    ]
+    assert len(set(digests)) == 5 and digests[0] == made(test_images=255 - X).digest() == made().digest()
 
 
 def test_npz_that_is_wrong(tmp_path):

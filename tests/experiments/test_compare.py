@@ -4,7 +4,9 @@ import csv
 import dataclasses
 import json
 import math
+import signal
 import statistics
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,7 @@ from dphero.experiments import plots
 from dphero.experiments.compare import summarise
 from dphero.experiments.grid import check, grid, matched_noise, parse_variations
 from dphero.experiments.plan import Planned, load_plan, save_plan
-from dphero.experiments.pool import default_workers, threads_each
+from dphero.experiments.pool import Pool, default_workers, threads_each
 from dphero.experiments.sweep import Outcome, State, outcomes, sweep
 from dphero.experiments.table import cells, markdown, notes, remark, save_table, tabulate
 from dphero.methods import METHODS
@@ -153,7 +155,8 @@ def broken(shape, classes):
 
 def test_one_failing_run_leaves_the_others_alone(tmp_path, monkeypatch):
     (tmp_path / "fatal.py").write_text(FATAL)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    (tmp_path / "queue.py").write_text("raise RuntimeError('the name is taken by the user')")  # and not by Python
+    monkeypatch.chdir(tmp_path)
     good, second = plan_of("dp-sgd", "sgd")
     plan = [
         Planned("killed", good.recipe.with_(model="fatal:killed")),
@@ -201,6 +204,53 @@ def test_a_run_of_another_recipe_is_not_taken_for_the_planned_one(tmp_path):
     RunDirectory.create(tmp_path / "run", planned.recipe.with_(lr=0.25))
     answer = train_run(str(tmp_path / "run"), planned.recipe.as_dict())
     assert answer["kind"] == "failed" and "another recipe" in answer["error"]
+
+
+def test_a_plan_with_a_relative_path_goes_on(tmp_path, monkeypatch):
+    from dphero.experiments.worker import train_run
+
+    monkeypatch.chdir(tmp_path)
+    (planned,) = plan_of("sgd")
+    order = str(tmp_path / "run"), planned.recipe.with_(data="set.npz").as_dict()
+    answers = [train_run(*order)["error"] for _ in range(2)]
+    assert answers == [f"there is no file {tmp_path / 'set.npz'}"] * 2
+
+
+class Dead:
+    """A worker whose process has ended."""
+
+    def __init__(self, planned, status):
+        self.planned, self.process = planned, SimpleNamespace(stdout=None, wait=lambda: status)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stopping", "status", "failed"),
+    [(True, -signal.SIGTERM, False), (False, -signal.SIGTERM, True), (True, 1, True)],
+)
+def test_a_worker_that_a_signal_ends_while_all_stop_has_not_failed(stopping, status, failed, tmp_path):
+    plan = plan_of("sgd")
+    state = State(plan, tmp_path, lambda standing: None)
+    worker, pool = Dead(state.begin(), status), Pool(state, 1)
+    pool._selector, pool._workers = SimpleNamespace(unregister=lambda stdout: None), [worker]
+    state.stopping = stopping
+    pool._bury(worker)
+    assert bool(state.failed) is failed and [*state.waiting] == ([] if failed else plan)
+
+
+def test_a_run_that_left_its_result_is_finished_however_its_process_ended(made_up, tmp_path):
+    first = made_up[3]
+    (first.path / "result.json").write_text(json.dumps(first.result))
+    plan = [outcome.planned for outcome in made_up[3:6]]
+    state = State(plan[1:], tmp_path, lambda standing: None)
+    state.waiting.append(plan[0])
+    for _ in range(3):
+        state.end(state.begin(), {"kind": "failed", "error": "killed"})
+    assert state.done == [plan[0].name] and list(state.failed) == [plan[1].name, plan[2].name]
+    (row,) = tabulate(outcomes(plan, tmp_path, {planned.name: "killed" for planned in plan}))
+    assert (row.seeds, row.failed, row.unfinished) == (1, 2, 0)
 
 
 def test_workers_share_the_cores(monkeypatch):

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from dphero.cli._console import console, table
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
@@ -76,14 +75,14 @@ def compare(
     if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
         raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as bar:
+    with Progress(*columns, console=console(stderr=True), speed_estimate_period=600) as bar:
         overall = bar.add_task("Planning", total=None, figures="")
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero import recipe as recipes
@@ -156,7 +155,7 @@ class _Display:
                 )
         for name in set(standing.failed) - self._failed:
             self._failed.add(name)
-            bar.console.print(f"{name} failed: {standing.failed[name]}", markup=False, highlight=False)
+            bar.console.print(f"{name} failed: {standing.failed[name]}")
 
 
 def _run_figures(state: Any) -> str:
@@ -187,20 +186,20 @@ def _show(rows: list[Row], directory: Path) -> None:
     """Print table, methods and notes for people."""
     from dphero.experiments.table import cells, method_cells, notes
 
-    console = Console(highlight=False)
+    screen = console()
     for headings, texts in (cells(rows), method_cells(rows)):
-        table = Table(*headings)
+        shown = table(*headings)
         for line in texts:
-            table.add_row(*line, style="red" if "UNSOUND AS PUBLISHED" in line else None)
-        console.print(table)
+            shown.add_row(*line, style="red" if "UNSOUND AS PUBLISHED" in line else None)
+        screen.print(shown)
     for note in notes(rows):
-        console.print(f"- {note}", markup=False)
+        screen.print(f"- {note}")
     for row in rows:
         for name, error in row.errors.items():
-            console.print(f"{name} failed: {error}", markup=False, style="red")
+            screen.print(f"{name} failed: {error}", style="red")
     if any(row.errors for row in rows):
-        console.print(f"Try the failed runs again with: dphero compare --resume {directory}", markup=False)
-    console.print(f"Tables, plots and runs are in {directory}.", markup=False)
+        screen.print(f"Try the failed runs again with: dphero compare --resume {directory}")
+    screen.print(f"Tables, plots and runs are in {directory}.")
 
 
 def _words(text: str) -> list[str]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from dphero.cli._console import console, table
 from dphero.cli._price import JsonOption
 
 
@@ -37,8 +36,8 @@ def predict(
         return
     headings = ["input", "class", "probability"]
     converted = any(each.converted for each in found)
-    table = Table(*headings, *(["converted"] if converted else []))
+    shown = table(*headings, *(["converted"] if converted else []))
     for each in found:
         row = [each.name, each.label, f"{each.probability:.1%}"]
-        table.add_row(*row, *([each.converted] if converted else []))
-    Console(highlight=False).print(table)
+        shown.add_row(*row, *([each.converted] if converted else []))
+    console().print(shown)

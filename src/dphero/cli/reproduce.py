@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from dphero.cli._console import console, table
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
@@ -44,13 +43,12 @@ def reproduce(
     """
     if data == "digits" and full:
         raise ValueError("--data digits tries the commands out within seconds; leave out --full")
-    console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
-        TextColumn("{task.fields[figures]}"),
+        TextColumn("{task.fields[figures]}", markup=False),
         TimeElapsedColumn(),
-        console=console,
+        console=console(stderr=True),
     ) as bar:
         task = bar.add_task("Planning", total=None, figures="")
         from dphero import experiments  # torch takes seconds: something should be seen before it
@@ -100,7 +98,7 @@ class _Display:
         self._bar.update(self._task, completed=standing.completed, total=standing.runs, figures=figures)
         for name in set(standing.failed) - self._failed:
             self._failed.add(name)
-            self._bar.console.print(f"{name} failed: {standing.failed[name]}", markup=False, highlight=False)
+            self._bar.console.print(f"{name} failed: {standing.failed[name]}")
 
 
 def _list(as_json: bool) -> None:
@@ -112,12 +110,13 @@ def _list(as_json: bool) -> None:
         names = ("name", "title", "paper", "shows", "minutes")
         typer.echo(to_json([{name: getattr(item, name) for name in names} for item in ITEMS.values()]))
         return
-    table = Table("item", "in the paper", "what is shown", "--quick", "--full")
+    shown = table("item", "in the paper", "what is shown", "--quick", "--full")
+    shown.columns[0].no_wrap = True  # it is there to be typed
     for item in ITEMS.values():
-        table.add_row(item.name, item.paper, item.shows, item.minutes["quick"], item.minutes["full"])
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("Times are rough, for two CPU cores. dphero reproduce all does everything.")
+        shown.add_row(item.name, item.paper, item.shows, item.minutes["quick"], item.minutes["full"])
+    screen = console()
+    screen.print(shown)
+    screen.print("Times are rough, for two CPU cores. dphero reproduce all does everything.")
 
 
 def _show(done: Reproduced) -> None:
@@ -128,18 +127,17 @@ def _show(done: Reproduced) -> None:
     rows = done.report.rows
     names = list(dict.fromkeys(name for row in rows for name in row))
     names = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    table = Table(title=f"{done.item} ({done.size})")
-    for name in names:
-        table.add_column(name, overflow="fold")  # a label must not be cut short
+    found = table(*names)
+    found.title = f"{done.item} ({done.size})"
     for row in rows:
         texts = [shown(name, row.get(name)) for name in names]
-        table.add_row(*texts, style="red" if any(UNSOUND in text for text in texts) else None)
-    console = Console(highlight=False)
-    console.print(table)
+        found.add_row(*texts, style="red" if any(UNSOUND in text for text in texts) else None)
+    screen = console()
+    screen.print(found)
     for note in done.report.notes:
-        console.print(f"- {note}", markup=False)
+        screen.print(f"- {note}")
     for name, error in done.failed.items():
-        console.print(f"{name} failed: {error}", markup=False, style="red")
+        screen.print(f"{name} failed: {error}", style="red")
     if done.failed:
-        console.print("The same command tries the failed runs again.", markup=False)
-    console.print(f"Written: {', '.join(map(str, done.files))}", markup=False)
+        screen.print("The same command tries the failed runs again.")
+    screen.print(f"Written: {', '.join(map(str, done.files))}")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from dphero.cli._console import console
 from dphero.cli._price import Accountant, JsonOption
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
         TextColumn("{task.fields[figures]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("Preparing", total=None, figures="")
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero import recipe as recipes
@@ -167,22 +168,19 @@ def _figures(progress: experiments.Progress) -> str:
 def _show(result: dict[str, Any]) -> None:
     """Print the outcome for people."""
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")  # a path must not be cut short
     table.add_row("method", result["method"])
     table.add_row("steps", f"{result['steps']:,} in {result['seconds']:.0f} s")
     table.add_row("kept in", result["run"])
-    console = Console(highlight=False)
-    console.print(
-        Panel(table, title=f"[bold]Test accuracy {result['accuracy']:.2%}[/bold]", title_align="left", expand=False)
-    )
-    console.print((Path(result["run"]) / "statement.txt").read_text(encoding="utf-8"), markup=False, end="")
+    screen, title = console(), Text(f"Test accuracy {result['accuracy']:.2%}", style="bold")
+    screen.print(Panel(table, title=title, title_align="left", expand=False))
+    screen.print((Path(result["run"]) / "statement.txt").read_text(encoding="utf-8"), end="")
     for name, other in result["other_prices"].items():
-        console.print(
-            f"For comparison, {name}: epsilon = {'infinite' if other is None else f'{other:.4g}'}.", markup=False
-        )
-    console.print(
+        screen.print(f"For comparison, {name}: epsilon = {'infinite' if other is None else f'{other:.4g}'}.")
+    screen.print(
         "\nLosses and accuracies were computed without noise: they are for the owner of the data. checkpoint.pt holds "
-        "the key of the noise: keep it as secret as the data, or delete it.",
-        markup=False,
+        "the key of the noise: keep it as secret as the data, or delete it."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,6 +90,13 @@ class Data:
                     f"{self.name}, {half}: label {largest} is out of range, there are {len(self.classes)} classes "
                     f"(labels 0 to {len(self.classes) - 1})"
                 )
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the training examples and class names. Secret: it tells whether a guess is right."""
+        found = hashlib.sha256(repr((self.train.images.shape, self.classes)).encode())
+        for tensor in (self.train.images, self.train.labels):
+            found.update(tensor.detach().cpu().contiguous().numpy().data)
+        return found.hexdigest()
 
 
 def is_text(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dphero.data.dataset import Data, Split
 from dphero.data.folders import from_folder
 from dphero.data.own import from_function, from_npz
 
-__all__ = ["load"]
+__all__ = ["load", "located"]
 
 _DIGITS_TEST = 360
 
@@ -35,7 +36,7 @@ def load(spec: str) -> Data:
     """
     if spec in BUILT_INS:
         return _built_in(BUILT_INS[spec])
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.suffix == ".npz":
         return from_npz(path)
     if path.is_dir():
@@ -45,6 +46,13 @@ def load(spec: str) -> Data:
     raise ValueError(
         f"no data {spec!r}: give {', '.join(BUILT_INS)}, a folder of image folders, an .npz file, or module:function"
     )
+
+
+def located(spec: str) -> str:
+    """Return what :func:`load` takes for the same data wherever it is called: a file or folder by its whole path."""
+    path = Path(os.path.expanduser(spec))
+    is_path = spec not in BUILT_INS and (path.suffix == ".npz" or path.is_dir())
+    return str(path.absolute()) if is_path else spec
 
 
 def _built_in(built_in: BuiltIn) -> Data:

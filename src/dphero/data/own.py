@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +117,14 @@ def _tensor(given: Any) -> Tensor:
 
 def _labels(name: str, half: str, given: Any) -> list[Hashable]:
     """Labels as a list of plain values."""
-    values = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
     try:
-        values = list(values)
+        values = [_plain(value) for value in _untensored(given)]
     except TypeError as error:
         raise ValueError(f"{name}, {half}: labels must be a list, one for each example, got {given!r}") from error
     if values and all(isinstance(value, list) and len(value) == 1 for value in values):
         values = [value[0] for value in values]  # a column
     for place, value in enumerate(values):
-        if isinstance(value, np.generic):
-            value = values[place] = value.item()
-        if isinstance(value, float) and value.is_integer():
-            values[place] = int(value)
-        elif isinstance(value, float):
+        if isinstance(value, float):
             raise ValueError(f"{name}, {half}: label {place} is {value}; labels are names or whole numbers")
         elif not isinstance(value, Hashable):
             raise ValueError(
@@ -138,10 +134,20 @@ def _labels(name: str, half: str, given: Any) -> list[Hashable]:
     return values
 
 
+def _untensored(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+
+
+def _plain(value: Any) -> Any:
+    """A label as a value of Python's own, a whole number as an int: only these are alike whatever they came in."""
+    value = _untensored(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _given(name: str, classes: Sequence[Hashable]) -> list[Hashable]:
     """The classes in the order of their numbers, as given."""
     try:
-        known = list(classes)
+        known = [_plain(label) for label in _untensored(classes)]
         set(known)
     except TypeError as error:
         raise ValueError(f"{name}: classes must be a list of names, one for each class, got {classes!r}") from error
@@ -163,8 +169,8 @@ def _occurring(name: str, labels: list[Hashable]) -> list[Hashable]:
 def _numbers(labels: list[Hashable], known: list[Hashable]) -> list[int]:
     """The number of each label: its place in ``known``, or itself where named classes were already numbered."""
     numbers = {label: number for number, label in enumerate(known)}
-    if not any(isinstance(label, int) for label in known):
-        numbers |= {number: number for number in range(len(known))}
+    if not any(isinstance(label, Number) for label in known):
+        numbers = {number: number for number in range(len(known))} | numbers
     try:
         return [numbers[label] for label in labels]
     except KeyError as error:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dphero import recipe as recipes
+from dphero.data.loading import located
 from dphero.methods import METHODS, make
 from dphero.recipe import Recipe
 
-__all__ = ["DEFAULTS", "resolve"]
+__all__ = ["DEFAULTS", "anchored", "resolve"]
 
 _ANY = {"model": "mlp", "lot": 256, "epochs": 20, "lr": 0.5, "momentum": 0.9, "clip": 0.5, "delta": 1e-5}
 
@@ -37,6 +38,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 def resolve(*layers: Mapping[str, Any]) -> Recipe:
     """Return the recipe of a run: the data set's defaults, the method's, then the given settings, later ones on top.
 
+    Data in a file or folder is then named by its whole path.
+
     Raises:
         ValueError: If no data set is named, the method is unknown, or a setting is wrong.
     """
@@ -50,4 +53,11 @@ def resolve(*layers: Mapping[str, Any]) -> Recipe:
     suggested = METHODS[str(method)].suggested(data)
     recipe = recipes.merge({**_ANY, **DEFAULTS.get(data, {})}, suggested, *layers)
     make(recipe.method, recipe.options)
-    return recipe
+    return anchored(recipe)
+
+
+def anchored(recipe: Recipe) -> Recipe:
+    """Return the recipe with data in a file or folder named by its whole path, which means the same everywhere."""
+    data = located(recipe.data)
+    options = {name: data if value == recipe.data else value for name, value in recipe.options.items()}
+    return recipe.with_(data=data, options=options)  # an option that names the same data is still seen to do so

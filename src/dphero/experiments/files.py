@@ -1,4 +1,4 @@
-"""Files that a crash cannot leave half-written."""
+"""Files that a crash cannot leave half-written, and what is said of those that were damaged otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["for_owner", "read_lines", "to_json", "write_atomically", "write_text"]
+__all__ = ["damaged", "for_owner", "read_json", "read_lines", "to_json", "write_atomically", "write_text"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -58,12 +58,39 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def damaged(path: Path, error: object) -> ValueError:
+    """The error of a file that does not hold what was written there."""
+    return ValueError(f"{path} is damaged: {error}. Restore it from a copy")
+
+
+def read_json(path: Path, *names: str) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Args:
+        path: The file.
+        names: What the object must have.
+
+    Raises:
+        ValueError: If it does not hold such an object; the message names the file.
+        OSError: If it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged(path, error) from error
+    if not isinstance(found, dict):
+        raise damaged(path, f"it holds no object, but {type(found).__name__}")
+    if missing := [name for name in names if name not in found]:
+        raise damaged(path, f"it lacks {', '.join(missing)}")
+    return found
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file of one JSON object a line; a last line that a crash cut short is left out."""
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:

@@ -196,10 +196,10 @@ def value_of(text: str) -> Any:
 
 
 def parse_variations(given: Sequence[str]) -> dict[str, list[Any]]:
-    """Read ``NAME=VALUE,VALUE`` each.
+    """Read ``NAME=VALUE,VALUE`` each; values are numbers, text, true and false.
 
     Raises:
-        ValueError: If one is written differently, or a name comes twice.
+        ValueError: If one is written differently, a value is none of these, or a name comes twice.
     """
     found: dict[str, list[Any]] = {}
     for text in given:
@@ -208,7 +208,11 @@ def parse_variations(given: Sequence[str]) -> dict[str, list[Any]]:
             raise ValueError(f"--vary takes NAME=VALUE,VALUE, got {text!r}")
         if name in found:
             raise ValueError(f"--vary {name} is given twice: write all its values in one, separated by commas")
-        found[name] = list(dict.fromkeys(value_of(value.strip()) for value in values.split(",") if value.strip()))
+        read = [value_of(value.strip()) for value in values.split(",") if value.strip()]
+        for value in read:
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"--vary {name} takes numbers, text, true and false, got {value!r}")
+        found[name] = list(dict.fromkeys(read))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dphero import recipe as recipes
-from dphero.experiments.files import to_json, write_text
+from dphero.experiments.files import damaged, read_json, to_json, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["Planned", "load_plan", "save_plan"]
@@ -50,9 +50,9 @@ def save_plan(directory: Path, plan: Sequence[Planned]) -> None:
     path = directory / "plan.json"
     text = to_json({"version": 1, "runs": [_as_dict(planned) for planned in plan]}, indent=1) + "\n"
     if path.exists():
-        if (before := path.read_text(encoding="utf-8")) != text:
+        if path.read_bytes() != text.encode():
             raise ValueError(
-                f"{directory} holds another comparison: {_difference(json.loads(before), plan)}; go on with "
+                f"{directory} holds another comparison: {_difference(read_json(path, 'runs'), plan)}; go on with "
                 f"that by --resume {directory}, or give another --out"
             )
         return
@@ -70,10 +70,10 @@ def load_plan(directory: Path) -> list[Planned]:
     if not path.is_file():
         raise ValueError(f"{directory} is not the directory of a comparison: there is no plan.json in it")
     try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        runs = read_json(path, "runs")["runs"]
         return [Planned(run["name"], recipes.merge(run["recipe"]), run["target"], dict(run["setting"])) for run in runs]
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged or of another version: {error!r}") from error
+    except (KeyError, TypeError) as error:
+        raise damaged(path, f"{error!r} (or it is of another version)") from error
 
 
 def _as_dict(planned: Planned) -> dict[str, Any]:

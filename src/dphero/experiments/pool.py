@@ -38,7 +38,7 @@ class _Worker:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         with open(log, "ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dphero.experiments.worker"],
+                [sys.executable, "-P", "-m", "dphero.experiments.worker"],  # a queue.py here is not Python's
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -132,12 +132,19 @@ class Pool:
             self._bury(worker)
 
     def _bury(self, worker: _Worker) -> None:
-        """Let go of a worker that ended, or is about to; if it had a run in hand, that has failed."""
+        """Let go of a worker that ended, or is about to; if it had a run in hand, that has failed.
+
+        Unless it was told to stop, and a signal ended it before it could answer: then the run waits, as it was saved.
+        """
         self._selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
         self._workers.remove(worker)
         worker.close()
         status = worker.process.wait()
-        if worker.planned is not None:
+        if worker.planned is None:
+            return
+        if self._state.stopping and status < 0:
+            self._state.end(worker.planned, {"kind": "stopped"})
+        else:
             error = self._epitaph(self._state.path(worker.planned) / "log.txt", status)
             self._state.end(worker.planned, {"kind": "failed", "error": error})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import zipfile
 import zlib
@@ -20,6 +19,7 @@ from torch import Tensor
 from dphero import models
 from dphero.data import BUILT_INS
 from dphero.data.pictures import ENDINGS, grey_or_rgb
+from dphero.experiments.files import read_json
 from dphero.experiments.rundir import RunDirectory
 from dphero.methods import make
 
@@ -69,7 +69,7 @@ class Predictor:
             raise ValueError(
                 f"{directory.path} holds no trained model yet: finish it with dphero train --resume {directory.path}"
             )
-        values = json.loads(signature.read_text(encoding="utf-8"))
+        values = read_json(signature, "model", "shape", "classes")
         self.shape: tuple[int, ...] = tuple(values["shape"])
         self.classes: tuple[str, ...] = tuple(values["classes"])
         # Built-in data is scaled to [-1, 1] by its format; what range data of the user's own has is not known here.

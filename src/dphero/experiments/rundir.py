@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import stat
@@ -34,7 +33,8 @@ import torch
 
 from dphero import recipe as recipes
 from dphero.accounting import Ledger, Statement
-from dphero.experiments.files import for_owner, read_lines, to_json, write_atomically, write_text
+from dphero.experiments.defaults import anchored
+from dphero.experiments.files import damaged, for_owner, read_json, read_lines, to_json, write_atomically, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["RunDirectory"]
@@ -63,12 +63,12 @@ class RunDirectory:
             ValueError: If a run is in it already.
             OSError: If it cannot be written.
         """
-        directory = cls(Path(path), recipe)
+        directory = cls(Path(path), anchored(recipe))  # it may be resumed from elsewhere
         directory.path.mkdir(parents=True, exist_ok=True)
         with directory.locked():
             directory._refuse_if_begun()
             write_text(directory.path / "environment.json", to_json(_environment(), indent=2) + "\n")
-            write_text(directory.path / "recipe.toml", recipe.to_toml())
+            write_text(directory.path / "recipe.toml", directory.recipe.to_toml())
         return directory
 
     @classmethod
@@ -129,13 +129,18 @@ class RunDirectory:
             )
         if self.checkpoint.exists():
             raise ValueError(f"{self.path} holds a run already: go on with --resume {self.path}, or give another --out")
+        if (self.path / "recipe.toml").exists() and not (self.path / "environment.json").exists():
+            raise ValueError(f"{self.path / 'recipe.toml'} is no run's, and would be overwritten: give another --out")
         self.refuse_without_key()
 
     @property
     def _releases(self) -> int:
         """How many releases are on record."""
         path = self.path / "ledger.json"
-        return Ledger.from_json(path.read_text(encoding="utf-8")).steps if path.exists() else 0
+        try:
+            return Ledger.from_json(path.read_text(encoding="utf-8")).steps if path.exists() else 0
+        except ValueError as error:
+            raise damaged(path, error) from error
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -143,7 +148,7 @@ class RunDirectory:
         path = self.path / "result.json"
         if not path.exists():
             return None
-        return {**json.loads(path.read_text(encoding="utf-8")), "run": str(self.path)}
+        return {**read_json(path), "run": str(self.path)}
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the outcome: the last thing that a run does."""
@@ -202,6 +207,7 @@ class RunDirectory:
 
     def load_model(self, model: torch.nn.Module) -> None:
         """Read the weights of a finished run into a model."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_model
 
         path = self.path / "model.safetensors"
@@ -209,7 +215,10 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
             )
-        load_model(model, str(path))
+        try:
+            load_model(model, str(path))
+        except SafetensorError as error:
+            raise damaged(path, error) from error
 
 
 def _environment() -> dict[str, Any]:

@@ -119,12 +119,13 @@ def sweep(
 
 
 def outcomes(plan: Sequence[Planned], directory: Path, errors: Mapping[str, str] | None = None) -> list[Outcome]:
-    """Return what a sweep's directory holds of each run."""
+    """Return what a sweep's directory holds of each run; one that has a result has not failed, however it ended."""
     found = []
     for planned in plan:
         path = directory / "runs" / planned.name
         result = RunDirectory(path, planned.recipe).result
-        found.append(Outcome(planned, path, result, (errors or {}).get(planned.name)))
+        error = (errors or {}).get(planned.name) if result is None else None
+        found.append(Outcome(planned, path, result, error))
     return found
 
 
@@ -157,7 +158,7 @@ class State:
     def end(self, planned: Planned, answer: Mapping[str, Any]) -> None:
         """Note a run's last message."""
         del self.running[planned.name]
-        if answer["kind"] == "done":
+        if answer["kind"] == "done" or (self.path(planned) / "result.json").exists():  # its last act: then it is done
             self.done.append(planned.name)
         elif answer["kind"] == "failed":
             self.failed[planned.name] = answer["error"]

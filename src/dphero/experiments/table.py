@@ -135,7 +135,7 @@ def _row(group: Sequence[Outcome]) -> Row:
         spread=statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         seeds=len(results),
         failed=len(errors),
-        unfinished=len(group) - len(results) - len(errors),
+        unfinished=sum(outcome.result is None and outcome.error is None for outcome in group),
         protects=card.protects,
         relation=card.relation,
         extra_data=card.extra_data,
@@ -169,7 +169,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     varied = list(dict.fromkeys(name for row in rows for name in row.setting))
     columns: dict[str, list[str]] = {"method": [row.method for row in rows]}
     if several_data:
-        columns["data"] = [row.data for row in rows]
+        columns["data"] = [str(row.setting.get("data", row.data)) for row in rows]
     for name in varied:
         if not (name == "data" and several_data):
             columns[_short(name)] = [_text(row.setting.get(name, "")) for row in rows]

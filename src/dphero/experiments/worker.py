@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dphero import recipe as recipes
+from dphero.experiments.defaults import anchored
 from dphero.experiments.files import to_json
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.training import Interrupted, Progress, train
@@ -64,7 +65,7 @@ def _directory(path: Path, recipe: Recipe) -> RunDirectory:
     if not (path / "recipe.toml").exists():
         return RunDirectory.create(path, recipe)
     directory = RunDirectory.open(path)
-    if directory.recipe != recipe:
+    if directory.recipe not in (recipe, anchored(recipe)):
         raise ValueError(f"{path} holds a run of another recipe than the plan's: move it away, or give another --out")
     return directory
 
