@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 from dphero.audit.faults import FAULTS
 from dphero.audit.membership import Roc
 from dphero.audit.report import Report, plot_roc, save
+from dphero.audit.run_ledger import check_ledger
 from dphero.cli import app
+from dphero.experiments import RunDirectory
 
 pytest.importorskip("sklearn")
 
@@ -60,8 +63,8 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     result = run("audit", finished, "--quick", "--releases", 60)
     assert result.exit_code == 0, result.stderr
     shown = " ".join(result.stdout.split())
-    for words in ("release", "sampling", "small trainings", "gradient canaries", "about the 500 coins were right",
-                  "not refuted", "the run's own claim: ε =",
+    for words in ("release", "sampling", "release, biases", "its own ledger", "small trainings", "gradient canaries",
+                  "about the 500 coins were right", "not refuted", "the run's own claim: ε =",
                   "Membership inference, loss threshold: AUC", "hold together with confidence 0.95",
                   "audited at noise multiplier 1, the recipe's is 1.5"):  # fmt: skip
         assert words in shown
@@ -69,6 +72,8 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     record = json.loads((finished / "audit" / "audit.json").read_text())
     assert record["refuted"] is False and record["membership"][0]["members"] == 1437
     (one_run,) = record["one_run"]
+    assert record["ledger"]["refuted"] is False and record["ledger"]["releases"] == record["ledger"]["steps"] == 18
+    assert all(each["true_epsilon"] is None for each in record["audits"])  # nobody knows it
     assert one_run["canaries"] == 500 and one_run["confidence"] == pytest.approx(1 - 0.05 / 3)
     assert 0.4 < one_run["audited_epsilon"] < one_run["claimed_epsilon"]  # six other seeds: 0.7 to 1.0
     assert (finished / "audit" / "roc.svg").read_text().startswith("<?xml")
@@ -88,12 +93,103 @@ def test_without_quick_the_training_is_audited_too() -> None:
     assert list(dict.fromkeys(told)) == ["Small trainings", "Training with input canaries", "Training shadow models"]
 
 
+def test_where_absence_is_a_blank_record_all_of_it_is_audited() -> None:
+    """Shuffled epochs: the number of records is public, and must be the true one."""
+    from dphero.audit import audit_recipe
+    from dphero.experiments import resolve
+
+    recipe = resolve({"data": "digits", "method": "dp-mp", "noise_multiplier": 4.0, "epochs": 2.0})
+    for size in ("public", 1437):
+        report = audit_recipe(recipe.with_(dataset_size=size), quick=False, releases=40)
+        (one_run,), (attack,) = report.one_runs, report.attacks
+        assert one_run.canaries == 143 and attack.name == "LiRA" and not report.refuted
+
+
+def test_data_of_ones_own_are_audited(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    images, labels = random.random((300, 8, 8), dtype=np.float32), np.arange(300) % 3
+    np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images[:30], y_test=labels[:30])
+    own = ("audit", "--method", "dp-sgd", "--data", tmp_path / "own.npz", "--quick", "--releases", 40)
+    result = run(*own, "--dataset-size", "public", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["refuted"] is False
+
+
+def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dphero.audit import audit_recipe
+    from dphero.experiments import resolve
+
+    (tmp_path / "normed.py").write_text(
+        "from torch import nn\n"
+        "def network(shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"data": "digits", "method": "dp-sgd", "noise_multiplier": 1.0, "epochs": 1.0}
+    notes = audit_recipe(resolve({**settings, "model": "normed:network"}), releases=40).notes
+    assert any(note.startswith("no canary enters 1.weight, 1.bias: a leak") for note in notes), notes
+
+
+# -- the run's own word ---------------------------------------------------------------------------------------------
+
+
+def changed(finished: Path, to: Path, name: str, **changes: Any) -> RunDirectory:
+    """A copy of the run in which one of its files says something else."""
+    shutil.copytree(finished, to, ignore=shutil.ignore_patterns("audit", "tensorboard"))
+    (to / name).write_text(json.dumps({**json.loads((to / name).read_text()), **changes}))
+    return RunDirectory.open(to)
+
+
+def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path) -> None:
+    changed(finished, tmp_path / "run", "result.json", epsilon=0.3)
+    result = run("audit", tmp_path / "run", "--quick", "--releases", 40, "--json")
+    assert result.exit_code == 1, result.stderr
+    record = json.loads(result.stdout)
+    assert record["refuted"] and record["ledger"]["problems"] == ["it printed less than its ledger costs"]
+    (one_run,) = record["one_run"]
+    assert one_run["claimed_epsilon"] == 0.3 < one_run["audited_epsilon"] and one_run["refuted"]
+    assert not any(each["refuted"] for each in record["audits"])
+
+
+def test_the_ledger_of_a_run_must_agree_with_it(finished: Path, tmp_path: Path) -> None:
+    sound = check_ledger(RunDirectory.open(finished))
+    assert not sound.refuted and sound.ledger_epsilon == pytest.approx(sound.printed_epsilon, rel=1e-9)
+    (event,) = json.loads((finished / "ledger.json").read_text())["events"]
+    short = changed(finished, tmp_path / "short", "ledger.json", events=[{**event, "count": 4}])
+    missing, steps = check_ledger(short).problems
+    assert "it printed more than its ledger costs" in missing and steps == "14 of its 18 steps are not on its ledger"
+    (tmp_path / "short" / "result.json").write_text(
+        json.dumps({**json.loads((finished / "result.json").read_text()), "steps": 4, "epsilon": 1.9})
+    )
+    assert "14 of its 18 steps are not on its ledger" in check_ledger(short).problems  # its metrics remember them
+    quiet = changed(finished, tmp_path / "quiet", "ledger.json", events=[{**event, "noise_multiplier": 0.7}])
+    assert check_ledger(quiet).problems == ("it printed less than its ledger costs",)
+    (tmp_path / "quiet" / "ledger.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"ledger.json is damaged"):
+        check_ledger(quiet)
+
+
+def test_ledgers_that_pay_once_or_by_a_filter_agree_with_their_runs(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    methods = {"label-dp": ("--epsilon", 2), "ipa-rf": ("--noise-multiplier", 3), "sas-dp": ("--noise-multiplier", 3)}
+    for method, noise in methods.items():
+        made = run("train", "--data", "digits", "--method", method, *noise, "--epochs", 1, "--seed", 1,
+                   "--out", tmp_path / method, "--json")  # fmt: skip
+        assert made.exit_code == 0, made.stderr
+        assert check_ledger(RunDirectory.open(tmp_path / method)).problems == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "give a run directory, or 'published', or --method NAME"),
         (["nowhere"], "there is no run directory nowhere"),
-        (["published", "--data", "digits"], "--data and --epsilon belong to --method"),
+        (["published", "--data", "digits"], "--data, --epsilon and --dataset-size belong to --method"),
+        (["published", "--epsilon", "0"], "--data, --epsilon and --dataset-size belong to --method"),
+        (["published", "--delta", "0"], "delta must be above 0"),
+        (["somewhere", "--delta", "0"], "--noise-multiplier and --delta are the run's own"),
+        (["published", "--out", __file__], "test_audit_command.py is no folder; give another --out"),
+        (["--method", "dp-sgd", "--data", "digits", "--dataset-size", "few"], "--dataset-size must be a whole number"),
         (["published", "--confidence", "95"], "--confidence must lie between 0 and 1, got 95"),
         (["published", "--releases", "5"], "Invalid value for '--releases'"),
         (["--method", "dp-magic", "--data", "digits"], "method 'dp-magic' is unknown"),
@@ -119,6 +215,21 @@ def test_a_refuted_claim_is_exit_code_1() -> None:
     with FAULTS["half the noise"](), FAULTS["half the noise"]():
         result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 60)
     assert result.exit_code == 1 and "REFUTED" in result.stdout
+
+
+def test_a_refuted_claim_is_exit_code_1_wherever_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full only when the audit is done."""
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    for refuted, status in ((True, 1), (False, 2)):
+        report = Report("a run", attacks=[Roc.of("loss threshold", np.array([1.0]), np.array([0.0]))])
+        monkeypatch.setattr(Report, "refuted", refuted)
+        monkeypatch.setattr("dphero.audit.report.save", full)
+        monkeypatch.setattr("dphero.cli.audit._report", lambda *arguments, report=report: report)
+        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--json", "--out", tmp_path / "audit")
+        assert result.exit_code == status and "no space left on device" in result.stderr
 
 
 def test_gradient_canaries_see_an_engine_without_noise() -> None:

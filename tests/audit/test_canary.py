@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dphero.audit.canary import Port, plant, weakest
+from dphero.audit.canary import Aim, Port, has_bias, plant, unreached, weakest
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
 from dphero.factors import Dense, Diagonal, LowRank, Scalar
 from dphero.geometry import Geometry, identity
@@ -77,11 +77,30 @@ def test_under_an_ellipsoid_it_lies_in_every_layer_alike() -> None:
     assert norms["0.weight"] * 2**0.5 == pytest.approx(200, rel=1e-4)
 
 
+@pytest.mark.parametrize("layer", [each for each in LAYERS if each.bias is not None], ids=str)
+def test_a_canary_can_be_aimed_at_the_bias(layer: nn.Module) -> None:
+    bias, weight = layer.get_parameter("bias"), layer.get_parameter("weight")
+    geometry = Geometry(tuple(bias.shape), left=Dense(basis(5), SCALES))
+    (made,) = plant(layer, {"bias": geometry}, clip_norm=0.25, shaped=False, aim="bias")
+    (output,) = Port(layer, [made])(made.inputs)
+    gradients = torch.autograd.grad((output * made.readout).sum(), [bias, weight])
+    torch.testing.assert_close(gradients[0], 25 * weakest(geometry)[0], rtol=1e-4, atol=1e-4)
+    assert float(gradients[1].norm()) == pytest.approx(2.5, rel=1e-4)
+
+
+def test_parameters_that_no_canary_enters_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 1), nn.Conv2d(4, 2, 1), nn.Embedding(3, 4))
+    assert unreached(model) == ["1.weight", "1.bias", "2.weight", "2.bias", "4.weight"]
+    assert unreached(small_model()) == [] and unreached(nn.LayerNorm(3).requires_grad_(False)) == []
+    assert has_bias(model) and not has_bias(nn.Sequential(nn.Linear(3, 3, bias=False), nn.LayerNorm(3)))
+
+
 def test_a_model_without_a_place_for_it_is_refused() -> None:
     with pytest.raises(ValueError, match="no trained linear or convolution layer"):
         plant(nn.LayerNorm(3), {"weight": identity((3,))}, clip_norm=1.0, shaped=True)
 
 
+@pytest.mark.parametrize("aim", ["weight", "bias"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -95,10 +114,10 @@ def test_a_model_without_a_place_for_it_is_refused() -> None:
     ],
     ids=lambda each: f"{each.mechanism}, {each.clipping}, {str(each.guidance)[:24]}",
 )
-def test_the_engine_adds_what_the_attacker_expects(settings: Settings) -> None:
+def test_the_engine_adds_what_the_attacker_expects(settings: Settings, aim: Aim) -> None:
     """Almost without noise: the canary moves the release, along its read-out, by μ, and its company takes that back."""
     quiet = Settings(**{**vars(settings), "noise_multiplier": 1e-3})
-    release = EngineRelease(quiet, small_model(), steps=2)
+    release = EngineRelease(quiet, small_model(), steps=2, aim=aim)
     found = [release(canary_in, 0) for canary_in in (True, False)]
     mu = release._sides[True]._mu
     if settings.mechanism == "ellipsoid" and settings.clipping != "per_layer":

@@ -100,6 +100,22 @@ def test_planted_faults_are_noticed(fault: str) -> None:
     assert any(each.refuted for each in found), [each.as_dict() for each in found]
 
 
+def test_sides_share_the_error_probability_and_models_without_a_bias_have_fewer() -> None:
+    found = audit_mechanism(Settings(), model=tiny(), releases=40)
+    assert [each.name for each in found] == ["release", "sampling", "release, biases"]
+    assert all(each.confidence == pytest.approx(1 - 0.05 / 3) for each in found)
+    found = audit_mechanism(Settings(), model=nn.Sequential(nn.Linear(6, 4, bias=False)), releases=40)
+    assert [each.name for each in found] == ["release", "sampling"]
+
+
+def test_releases_off_the_ledger_are_counted() -> None:
+    """The claim of the first release is sound: what comes after it was never charged."""
+    with FAULTS["lots left off the ledger"]():
+        found = audit_mechanism(Settings(), model=tiny(), releases=40)
+    assert [each.uncharged for each in found] == [2 * (2 * 40 - 4)] * 3
+    assert all(each.refuted and each.as_dict()["uncharged_releases"] == 152 for each in found)
+
+
 def test_faults_end_with_their_block() -> None:
     before = FastNoise.__dict__["_draw"]
     with FAULTS["half the noise"]():

@@ -12,7 +12,7 @@ from dphero.audit import GradientCanaries, InputCanaries, Roc, Settings, audit_m
 from dphero.audit.claims import claim_of_ledger
 from dphero.audit.faults import FAULTS
 from dphero.audit.one_run import _Ported, room
-from dphero.audit.training import MethodTraining, Trained, confidence
+from dphero.audit.training import Absent, MethodTraining, Trained, confidence
 from dphero.recipe import Recipe
 
 
@@ -67,6 +67,31 @@ def test_one_run_with_input_canaries_sees_what_training_without_privacy_remember
     train = MethodTraining(recipe("dp-sgd", noise_multiplier=2.0), network(), 3)
     private = audit_one_run(InputCanaries(train, *records(), 60, 3), name="dp-sgd")
     assert private.audited_epsilon < 0.5 and not private.refuted
+
+
+@pytest.mark.parametrize("absent", ["nothing", "blank", "label"])
+def test_what_stands_for_an_absent_input_canary(absent: Absent) -> None:
+    images, labels = records(10)
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def train(images: Tensor, labels: Tensor, seed: int, /) -> Trained:
+        given.append((images[10:], labels[10:]))
+        return Trained(network(), lambda delta: claim_of_ledger(Ledger(), delta))
+
+    included = np.arange(40) < 15
+    canaries = InputCanaries(train, images, labels, 40, 3, absent=absent)
+    for coins in (np.full(40, True), included):
+        canaries(coins, 0)
+    (whole, right), (planted, other) = given
+    torch.testing.assert_close(planted[:15], whole[:15])
+    torch.testing.assert_close(other[:15], right[:15])
+    assert len(planted) == len(other) == (15 if absent == "nothing" else 40)
+    if absent == "blank":  # without an image, and without a gradient
+        loss = torch.nn.functional.cross_entropy(network()(planted[15:]), other[15:], reduction="none")
+        assert not planted[15:].any() and not loss.any()
+    if absent == "label":
+        torch.testing.assert_close(planted, whole)
+        assert (other[15:] != right[15:]).all() and set(other.tolist()) == {0, 1, 2}
 
 
 def test_a_lot_in_several_batches_is_scored_once() -> None:

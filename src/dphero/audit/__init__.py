@@ -3,7 +3,8 @@
 The way through the modules: ``statistics`` (from samples to bounds), ``claims`` (what is tested), ``two_sample`` (any
 release, with and without a canary), ``canary``, ``engine_release`` and ``mechanism`` (one release of the engine),
 ``training``, ``many_runs``, ``one_run`` and ``membership`` (whole trainings), ``published`` (the paper's recipe on
-trial), ``runs`` and ``report`` (all of it, for a run directory). ``faults`` breaks the engine on purpose.
+trial), ``run_ledger``, ``runs`` and ``report`` (all of it, for a run directory). ``faults`` breaks the engine on
+purpose.
 """
 
 from __future__ import annotations

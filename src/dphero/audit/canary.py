@@ -4,8 +4,9 @@ A *port* calls layers of the model directly, on inputs of the attacker's choice,
 out. So the gradient of the example is whatever the attacker wants, and still goes the way of every gradient: loader,
 taps, layer rules, norms, clipping, sum, noise.
 
-For a weight of k rows and m columns, input a and output gradient δ plant δ aᵀ. The worst canary points where the noise
-is weakest, and is so large that only clipping stops it.
+For a weight of k rows and m columns, input a and output gradient δ plant δ aᵀ, and δ in the bias: large inputs aim at
+the weights, small ones at the biases. The worst canary points where the noise is weakest, and is so large that only
+clipping stops it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +22,14 @@ from torch import Tensor, nn
 from dphero.factors import Dense, Diagonal, Factor, LowRank
 from dphero.geometry import Geometry
 
-__all__ = ["Plant", "Port", "plant", "weakest"]
+__all__ = ["Aim", "Plant", "Port", "has_bias", "plant", "unreached", "weakest"]
+
+Aim = Literal["weight", "bias"]
 
 _SIZE = 100.0
 """Norm of the canary's gradient over the clip norm: far above it, so that skipped clipping cannot hide."""
-_INPUT = 100.0
-"""Norm of what is fed to a layer: the gradient of its bias is smaller than the weight's by this factor."""
+_INPUT: Mapping[Aim, float] = {"weight": 100.0, "bias": 0.1}
+"""Norm of what is fed to a layer, by what is aimed at: the gradient of its weight over that of its bias."""
 _SIDE = 0.1
 """Share of the layers besides the weakest, where noise is weaker in some: enough to see one that is not clipped."""
 
@@ -64,7 +68,13 @@ class Port(nn.Module):
 
 
 def plant(
-    model: nn.Module, geometry: Mapping[str, Geometry], *, clip_norm: float, shaped: bool, prefix: str = ""
+    model: nn.Module,
+    geometry: Mapping[str, Geometry],
+    *,
+    clip_norm: float,
+    shaped: bool,
+    prefix: str = "",
+    aim: Aim = "weight",
 ) -> list[Plant]:
     """Return the worst canary for a model under noise of a geometry.
 
@@ -75,26 +85,52 @@ def plant(
         shaped: Whether norms are taken in the geometry of the noise (the ellipsoid): then all directions are equally
             bad, and the canary lies in every layer. Otherwise it lies where the noise is weakest.
         prefix: What stands before a parameter's name in ``geometry``.
+        aim: Which parameter of each layer gets nearly all of it.
 
     Raises:
         ValueError: If no layer can carry it.
     """
     directions: dict[str, tuple[Tensor, Tensor, float]] = {}
     for path, layer in model.named_modules():
-        name = f"{prefix}{path}.weight" if path else f"{prefix}weight"
-        if _carries(layer) and name in geometry:
-            directions[path] = weakest(geometry[name])
+        if _carries(layer) and (name := prefix + _name(path, aim)) in geometry:
+            rows, columns, scale = weakest(geometry[name])
+            directions[path] = rows, columns if aim == "weight" else _unit(_columns(layer)).to(rows), scale
     if not directions:
-        raise ValueError("the model has no trained linear or convolution layer: a gradient canary has no place in it")
+        what = "layer" if aim == "weight" else "layer with a bias"
+        raise ValueError(f"the model has no trained linear or convolution {what}: a gradient canary has no place in it")
     scales = {path: scale for path, (_, _, scale) in directions.items()}
     main = min(scales, key=lambda path: scales[path])
     shares = {path: scales[path] if shaped else (1.0 if path == main else _SIDE) for path in scales}
     whole = math.sqrt(len(scales)) if shaped else math.hypot(1.0, _SIDE * math.sqrt(len(scales) - 1))
-    plants = []
-    for path, (rows, columns, _) in directions.items():
-        readout = rows * (shares[path] / whole * _SIZE * clip_norm / _INPUT)
-        plants.append(_planted(path, model.get_submodule(path), columns * _INPUT, readout))
-    return plants
+    size = _SIZE * clip_norm / (_INPUT[aim] if aim == "weight" else 1.0)
+    return [
+        _planted(path, model.get_submodule(path), columns * _INPUT[aim], rows * (shares[path] / whole * size))
+        for path, (rows, columns, _) in directions.items()
+    ]
+
+
+def unreached(model: nn.Module) -> list[str]:
+    """Return the trained parameters that no canary enters: those of norms, embeddings, other convolutions and so on."""
+    aims: tuple[Aim, ...] = ("weight", "bias")
+    reached = {_name(path, aim) for path, layer in model.named_modules() if _carries(layer) for aim in aims}
+    return [name for name, each in model.named_parameters() if each.requires_grad and name not in reached]
+
+
+def has_bias(model: nn.Module) -> bool:
+    """Return whether a canary can be aimed at a bias."""
+    return any(
+        _carries(layer) and isinstance(layer.bias, Tensor) and layer.bias.requires_grad for layer in model.modules()
+    )
+
+
+def _name(path: str, aim: Aim) -> str:
+    return f"{path}.{aim}" if path else aim
+
+
+def _columns(layer: nn.Module) -> int:
+    """Return how many inputs a row of the layer's weight has."""
+    assert isinstance(layer.weight, Tensor)
+    return layer.weight[0].numel()
 
 
 def _carries(layer: nn.Module) -> bool:

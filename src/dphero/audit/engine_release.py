@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.accounting import Ledger
-from dphero.audit.canary import Plant, Port, plant
+from dphero.audit.canary import Aim, Plant, Port, plant
 from dphero.engine import PrivacyEngine
 from dphero.geometry import Geometry
 from dphero.guidance import Guidance, Released, resolve
@@ -76,6 +76,7 @@ class EngineRelease:
         sample_rate: q of Poisson lots. At 1 the canary has company that pulls the other way.
         steps: Lots in one release; for shuffled lots, those of one epoch.
         seed: Decides noise and lots.
+        aim: Where the canary enters the layers.
     """
 
     settings: Settings
@@ -83,6 +84,7 @@ class EngineRelease:
     sample_rate: float = 1.0
     steps: int = 1
     seed: int = 0
+    aim: Aim = "weight"
     _sides: dict[bool, _Side] = field(default_factory=dict, init=False)
     _prepared: tuple[list[Plant], str | Guidance] | None = field(default=None, init=False)
 
@@ -95,7 +97,7 @@ class EngineRelease:
     def prepared(self) -> tuple[list[Plant], str | Guidance]:
         """Return the canary and the guidance: the same for both worlds."""
         if self._prepared is None:
-            self._prepared = _prepare(self.model, self.settings)
+            self._prepared = _prepare(self.model, self.settings, self.aim)
         return self._prepared
 
     def ledger(self) -> Ledger:
@@ -104,6 +106,11 @@ class EngineRelease:
         if not found:
             raise RuntimeError("nothing was released yet: there is nothing to claim")
         return found[0]
+
+    @property
+    def uncharged(self) -> int:
+        """How many lots were released without an entry in the engine's ledger."""
+        return sum(side.uncharged for side in self._sides.values())
 
     def weakest_scale(self) -> float:
         """Return s, the scale of the noise along the weakest of all directions."""
@@ -149,6 +156,7 @@ class _Side:
             **lot,
         )
         self.first: Ledger | None = None
+        self.uncharged = 0
         self._gradient = _gradient(self.port, self.plants, self.engine)
         self._clipping = self.mechanism.clipping.state_dict()
         self._batches: Iterator[Any] = iter(())
@@ -162,7 +170,9 @@ class _Side:
     def release(self) -> float:
         """Release the lots of one observation; return the log likelihood ratio of "canary in"."""
         self.mechanism.clipping.load_state_dict(self._clipping)
+        before = self.engine.ledger.steps
         ratios = [self._lot(1.0 if step % 2 == 0 else -1.0) for step in range(self.steps)]
+        self.uncharged += max(0, self.steps - (self.engine.ledger.steps - before))
         if self.first is None:
             self.first = self.engine.ledger.copy()
         if self.shuffled:  # the canary is in one of the lots, nobody knows which
@@ -237,7 +247,7 @@ class _Frozen:
         """Take up nothing."""
 
 
-def _prepare(model: nn.Module, settings: Settings) -> tuple[list[Plant], str | Guidance]:
+def _prepare(model: nn.Module, settings: Settings, aim: Aim) -> tuple[list[Plant], str | Guidance]:
     """Attach an engine for a moment, to see its geometry; return the worst canary for that, and the guidance to use.
 
     Where norms are plain, the canary must stay where the noise is weakest: guidance by released gradients is then given
@@ -265,7 +275,7 @@ def _prepare(model: nn.Module, settings: Settings) -> tuple[list[Plant], str | G
         mechanism.refresh()
     geometry = mechanism.noise_geometry
     engine.detach()
-    plants = plant(model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.")
+    plants = plant(model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.", aim=aim)
     frozen = guidance.needs_gradients and not shaped
     return plants, _Frozen(geometry) if frozen else settings.guidance
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dphero.clipping import Clipping
+from dphero.accounting import Ledger
+from dphero.clipping import Clipping, Flat
 from dphero.lot_sum import LotSum
+from dphero.mechanism import Mechanism
 from dphero.noise import FastNoise
 from dphero.noise.source import Target
 from dphero.run import Run
@@ -120,12 +122,60 @@ def _divided_by_the_drawn_lot() -> AbstractContextManager[None]:
     return _replaced(Run, "_consume", make)
 
 
+def _biases_without_noise() -> AbstractContextManager[None]:
+    """The biases are released as they are."""
+
+    def make(original: Any) -> Any:
+        def release(self: Mechanism, lot: Any) -> dict[str, Tensor]:
+            bare = {name: each.clone() for name, each in lot.sums.items() if name.endswith("bias")}
+            return {name: bare.get(name, each) for name, each in original(self, lot).items()}
+
+        return release
+
+    return _replaced(Mechanism, "release", make)
+
+
+def _norms_without_the_biases() -> AbstractContextManager[None]:
+    """Examples are clipped by the norm of their weights' gradients alone."""
+
+    def make(original: Any) -> Any:
+        def weights(self: Flat, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            counted = {name: each for name, each in square_norms.items() if not name.endswith("bias")}
+            return dict.fromkeys(square_norms, next(iter(original(self, counted).values())))
+
+        return weights
+
+    return _replaced(Flat, "weights", make)
+
+
+def _lots_off_the_ledger() -> AbstractContextManager[None]:
+    """From the fifth release on, nothing is charged."""
+
+    def make(original: Any) -> Any:
+        def release(self: Mechanism, lot: Any) -> dict[str, Tensor]:
+            ledger = self.ledger
+            if self.releases >= 4:
+                self.ledger = Ledger()
+            try:
+                found: dict[str, Tensor] = original(self, lot)
+            finally:
+                self.ledger = ledger
+            return found
+
+        return release
+
+    return _replaced(Mechanism, "release", make)
+
+
 FAULTS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "none": nullcontext,
     "half the noise": _half_noise,
     "one layer not clipped": _unclipped_layer,
+    "biases without noise": _biases_without_noise,
+    "norms without the biases": _norms_without_the_biases,
     "noise used twice": _noise_used_twice,
     "shuffled lots at the Poisson price": _shuffled_lots,
     "divided by the drawn lot": _divided_by_the_drawn_lot,
+    "lots left off the ledger": _lots_off_the_ledger,
 }
 """By what is wrong; ``none`` for the sound engine. (The published recipe is no fault of the engine, but its own.)"""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dphero.audit.claims import Claim
 from dphero.audit.threads import one_thread
-from dphero.audit.training import MethodTraining, Train
+from dphero.audit.training import Absent, MethodTraining, Train, absence
 from dphero.audit.two_sample import Audit, audit
 from dphero.methods import METHODS
 from dphero.models import build
@@ -39,8 +39,7 @@ class TrainingRelease:
         labels: Their labels.
         canary: The canary's image.
         classes: Its label, and the class that it is compared with.
-        absent: What stands for the canary where it is "out": nothing; a ``blank`` image, where the number of records
-            is public; or the canary with another ``label`` (the second class), where labels alone are protected.
+        absent: What stands for the canary where it is "out"; the other ``label`` is the second class.
     """
 
     train: Train
@@ -48,7 +47,7 @@ class TrainingRelease:
     labels: Tensor
     canary: Tensor
     classes: tuple[int, int]
-    absent: Literal["nothing", "blank", "label"] = "nothing"
+    absent: Absent = "nothing"
     _claims: list[Callable[[float], Claim]] = field(default_factory=list, init=False)
 
     def __call__(self, canary_in: bool, seed: int, /) -> float:
@@ -105,10 +104,7 @@ def audit_method(
     """
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; there are {', '.join(sorted(METHODS))}")
-    relation = METHODS[name].card.relation
-    absent: Literal["nothing", "blank", "label"] = "label" if "label" in relation else "nothing"
-    if relation.startswith("zero out"):
-        absent = "blank"
+    absent = absence(name)
     settings: dict[str, Any] = {
         "data": "digits",
         "model": "mlp",

@@ -10,6 +10,7 @@ from torch import nn
 
 from dphero.accounting import claimed_by_paper
 from dphero.accounting.curves import gaussian_epsilon
+from dphero.audit.canary import Aim, has_bias
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
 from dphero.audit.threads import one_thread
@@ -32,11 +33,13 @@ def audit_mechanism(
     seed: int = 0,
     report: Callable[[int], None] = lambda done: None,
 ) -> list[Audit]:
-    """Audit what an engine with these settings releases, from two sides that hold together at the confidence.
+    """Audit what an engine with these settings releases, from several sides that hold together at the confidence.
 
-    *release*: two lots of all the data. Sees noise that is too small, used twice, or weak in a direction; clipping
-    that lets something through; a divisor that depends on who is there.
-    *sampling*: an epoch of two lots at rate 1/2, with little noise. Sees lots that are not drawn as they are priced.
+    *release*: two lots of all the data. Sees noise that is too small, used in the next lot again, or weak in a
+    direction; clipping that lets something through; a divisor that depends on who is there.
+    *release, biases*: the same, with a canary in the biases of the layers.
+    *sampling*: an epoch of two lots at rate 1/2, with little noise. Sees a record that is in lots more often than is
+    priced, or in one of them for sure.
 
     Each claim is what the engine's own ledger says; for ``published``, what the paper says.
 
@@ -51,15 +54,17 @@ def audit_mechanism(
     """
     settings = settings or Settings()
     model = small_model() if model is None else model
-    sides = [("release", settings, 1.0)]
-    if settings.sampling == "shuffle":
-        sides = [("shuffled epoch", settings, 1.0)]
-    elif settings.mechanism != "published":  # its claim does not speak of sampling
-        sides.append(("sampling", replace(settings, noise_multiplier=_QUIET), 0.5))
+    name = "release" if settings.sampling == "poisson" else "shuffled epoch"
+    sides: list[tuple[str, Settings, float, Aim]] = [(name, settings, 1.0, "weight")]
+    if settings.mechanism != "published":  # its claim is wrong, and does not speak of sampling
+        if settings.sampling == "poisson":
+            sides.append(("sampling", replace(settings, noise_multiplier=_QUIET), 0.5, "weight"))
+        if has_bias(model):
+            sides.append((f"{name}, biases", settings, 1.0, "bias"))
     each = 1 - (1 - confidence) / len(sides)
     return [
         audit_engine(
-            EngineRelease(audited, model, sample_rate=rate, steps=2, seed=seed + 1000 * number),
+            EngineRelease(audited, model, sample_rate=rate, steps=2, seed=seed + 1000 * number, aim=aim),
             name=name,
             releases=releases,
             delta=delta,
@@ -67,7 +72,7 @@ def audit_mechanism(
             seed=seed,
             report=after(2 * releases * number, report),
         )
-        for number, (name, audited, rate) in enumerate(sides)
+        for number, (name, audited, rate, aim) in enumerate(sides)
     ]
 
 
@@ -83,7 +88,7 @@ def audit_engine(
 ) -> Audit:
     """Audit one way of releasing against what its ledger, or for the published recipe its paper, claims."""
     claim, true = engine_claim(release, delta)
-    return audit(
+    found = audit(
         release,
         claim,
         name=name,
@@ -93,6 +98,7 @@ def audit_engine(
         true_epsilon=true,
         report=report,
     )
+    return replace(found, refuted=found.refuted or release.uncharged > 0, uncharged=release.uncharged)
 
 
 def after(before: int, report: Callable[[int], None]) -> Callable[[int], None]:

@@ -22,10 +22,12 @@ from torch.utils.data import TensorDataset
 
 from dphero.audit.engine_release import Settings
 from dphero.audit.statistics import guessing_bound
-from dphero.audit.training import Train, losses
+from dphero.audit.training import Absent, Train, losses
 from dphero.engine import PrivacyEngine
 
 __all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "audit_one_run", "room"]
+
+_IGNORED = -100  # the label without a loss, in PyTorch's cross-entropy: the gradient of its record is zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +123,7 @@ class InputCanaries:
         canaries: m.
         classes: Number of classes.
         seed: Decides the canaries (not the coins).
+        absent: What stands for a canary that is "out".
     """
 
     train: Train
@@ -129,6 +132,7 @@ class InputCanaries:
     canaries: int
     classes: int
     seed: int = 0
+    absent: Absent = "nothing"
 
     def __call__(
         self, included: NDArray[np.bool_], seed: int, /
@@ -137,10 +141,23 @@ class InputCanaries:
         generator = torch.Generator().manual_seed(self.seed)
         images = torch.randn(self.canaries, *self.images.shape[1:], generator=generator).sign().to(self.images)
         labels = torch.randint(self.classes, (self.canaries,), generator=generator).to(self.labels)
-        inside = torch.from_numpy(included)
-        trained = self.train(torch.cat([self.images, images[inside]]), torch.cat([self.labels, labels[inside]]), seed)
+        inside = torch.from_numpy(included).to(images.device)
+        planted, classes = self._planted(images, labels, inside, generator)
+        trained = self.train(torch.cat([self.images, planted]), torch.cat([self.labels, classes]), seed)
         scores = -losses(trained.model, images, labels)
         return scores.cpu().numpy(), trained.epsilon
+
+    def _planted(
+        self, images: Tensor, labels: Tensor, inside: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Return the records that are added to the data: the canaries that are in, and what stands for the others."""
+        if self.absent == "nothing":
+            return images[inside], labels[inside]
+        if self.absent == "blank":
+            blank = (~inside).view(-1, *[1] * (images.dim() - 1))
+            return images.masked_fill(blank, 0.0), labels.masked_fill(~inside, _IGNORED)
+        others = labels + torch.randint(1, self.classes, labels.shape, generator=generator).to(labels)
+        return images, torch.where(inside, labels, others % self.classes)
 
 
 def _plain(module: nn.Module) -> torch.optim.Optimizer:

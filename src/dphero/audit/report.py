@@ -14,6 +14,7 @@ from scipy.special import ndtr, ndtri
 
 from dphero.audit.membership import Roc
 from dphero.audit.one_run import OneRun
+from dphero.audit.run_ledger import RunLedger
 from dphero.audit.two_sample import Audit
 
 __all__ = ["Report", "plot_epsilons", "plot_roc", "plot_trade_off", "save"]
@@ -32,6 +33,7 @@ class Report:
         attacks: Membership inference.
         notes: What a reader must know: what was left out, and why.
         confidence: The probability with which all bounds hold together; ``None`` where each has its own.
+        ledger: For a run: the ε that it printed, against its own ledger.
     """
 
     title: str
@@ -40,10 +42,13 @@ class Report:
     attacks: Sequence[Roc] = ()
     notes: Sequence[str] = ()
     confidence: float | None = None
+    ledger: RunLedger | None = None
 
     @property
     def refuted(self) -> bool:
         """Whether any claim is refuted."""
+        if self.ledger is not None and self.ledger.refuted:
+            return True
         return any(each.refuted for each in self.audits) or any(each.refuted for each in self.one_runs)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,6 +57,7 @@ class Report:
             "audited": self.title,
             "refuted": self.refuted,
             "confidence": self.confidence,
+            "ledger": None if self.ledger is None else self.ledger.as_dict(),
             "audits": [each.as_dict() for each in self.audits],
             "one_run": [each.as_dict() for each in self.one_runs],
             "membership": [each.as_dict() for each in self.attacks],

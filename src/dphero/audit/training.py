@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,23 @@ from torch.utils.data import TensorDataset
 
 from dphero.accounting import BudgetExhausted, Ledger
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
-from dphero.methods import Task, make
+from dphero.methods import METHODS, Task, make
 from dphero.models import FeatureModel
 from dphero.recipe import Recipe
 
-__all__ = ["MethodTraining", "Train", "Trained", "confidence", "losses"]
+__all__ = ["Absent", "MethodTraining", "Train", "Trained", "absence", "confidence", "losses"]
+
+Absent = Literal["nothing", "blank", "label"]
+"""What stands for a canary that is "out": nothing; a blank record, where the number of records is public; or the canary
+with another label, where labels alone are protected."""
+
+
+def absence(method: str) -> Absent:
+    """Return what stands for an absent canary under the method's neighbouring relation."""
+    relation = METHODS[method].card.relation
+    if relation.startswith("zero out"):
+        return "blank"
+    return "label" if "label" in relation else "nothing"
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,9 +38,10 @@ class Audit:
         evidence: The thresholds and rates that the bounds follow from.
         epsilon_any: A lower bound on ε at δ that assumes nothing about the mechanism.
         refuted: Whether the claim is refuted, at some point of its curve. Assumes nothing about the mechanism.
-        true_epsilon: ε as it follows from theory, where that is known and differs from the claim.
+        true_epsilon: ε as it follows from theory; ``None`` where that is not known.
         inside: Observations with the canary.
         outside: Observations without.
+        uncharged: Releases for which the ledger charged nothing, where that was looked at; any refutes the claim.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Audit:
     true_epsilon: float | None = None
     inside: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0), repr=False)
     outside: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0), repr=False)
+    uncharged: int = 0
 
     @cached_property
     def epsilon_fitted(self) -> float | None:
@@ -69,15 +71,15 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the findings as plain values."""
-        true = self.claim.epsilon if self.true_epsilon is None else self.true_epsilon
         return {
             "mechanism": self.name,
             "claimed_epsilon": _finite(self.claim.epsilon),
-            "true_epsilon": _finite(true),
+            "true_epsilon": None if self.true_epsilon is None else _finite(self.true_epsilon),
             "audited_epsilon": self.audited_epsilon,
             "audited_epsilon_any_mechanism": self.epsilon_any,
             "audited_epsilon_gaussian": self.epsilon_fitted,
             "refuted": self.refuted,
+            "uncharged_releases": self.uncharged,
             "confidence": self.confidence,
             "delta": self.claim.delta,
             "releases": [len(self.inside), len(self.outside)],

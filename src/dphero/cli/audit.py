@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from dphero.cli._console import console
 from dphero.cli._price import JsonOption
+from dphero.cli.train import _size as size_of
 
 if TYPE_CHECKING:
     from dphero.audit.report import Report
@@ -37,6 +40,10 @@ def audit(
     data: Annotated[
         str | None, typer.Option(help="The data for --method: a name, folder, .npz, or package:function.")
     ] = None,
+    dataset_size: Annotated[
+        str | None,
+        typer.Option(help='For --method: a public number of records; "public" if the number in the data is no secret.'),
+    ] = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")
     ] = None,
@@ -60,12 +67,15 @@ def audit(
         raise ValueError("give a run directory, or 'published', or --method NAME with --data NAME")
     if not 0 < confidence < 1:
         raise ValueError(f"--confidence must lie between 0 and 1, got {confidence:g}: for example 0.95")
-    if target is not None and (data or epsilon):
-        raise ValueError("--data and --epsilon belong to --method: a run has its own")
-    if target not in (None, _PUBLISHED) and (noise_multiplier or delta):
+    if target is not None and not (data is None and epsilon is None and dataset_size is None):
+        raise ValueError("--data, --epsilon and --dataset-size belong to --method: a run has its own")
+    if target not in (None, _PUBLISHED) and not (noise_multiplier is None and delta is None):
         raise ValueError("--noise-multiplier and --delta are the run's own: leave them out")
+    folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
+    if folder is not None:
+        _require_writable(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("Preparing", total=None)
 
         def tell(what: str, done: int, total: int) -> None:
@@ -73,20 +83,26 @@ def audit(
 
         try:
             report = _report(
-                target, method, data, noise_multiplier, epsilon, quick, releases, delta, confidence, seed, tell
+                target, method, data, size_of(dataset_size), noise_multiplier, epsilon, quick, releases, delta,
+                confidence, seed, tell,
             )  # fmt: skip
         except KeyboardInterrupt as error:
             bar.stop()
             typer.echo("dphero: interrupted; the audit is not finished, and nothing was written", err=True)
             raise typer.Exit(130) from error
-    folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
     if as_json:
         _print_json(report, one_line_each=target == _PUBLISHED)
     else:
         _show(report)
+    failed = report.refuted and target != _PUBLISHED
     if folder is not None:
-        _save(report, folder)
-    if report.refuted and target != _PUBLISHED:
+        try:
+            _save(report, folder)
+        except OSError as error:
+            if not failed:
+                raise
+            typer.echo(f"dphero: {error}", err=True)  # the verdict is what the exit code tells
+    if failed:
         raise typer.Exit(1)
 
 
@@ -94,6 +110,7 @@ def _report(
     target: str | None,
     method: str | None,
     data: str | None,
+    dataset_size: int | str | None,
     noise_multiplier: float | None,
     epsilon: float | None,
     quick: bool,
@@ -123,7 +140,10 @@ def _report(
         return audit_run(target, quick=quick, releases=releases, confidence=confidence, seed=seed, tell=tell)
     from dphero.experiments import resolve
 
-    given = {"data": data, "method": method, "noise_multiplier": noise_multiplier, "epsilon": epsilon, "delta": delta}
+    given = {
+        "data": data, "method": method, "dataset_size": dataset_size, "noise_multiplier": noise_multiplier,
+        "epsilon": epsilon, "delta": delta,
+    }  # fmt: skip
     chosen = {name: value for name, value in given.items() if value is not None}
     if noise_multiplier is None and epsilon is None:
         chosen["noise_multiplier"] = 1.0
@@ -142,6 +162,16 @@ def _print_json(report: Report, *, one_line_each: bool) -> None:
         typer.echo(to_json(report.as_dict()))
 
 
+def _require_writable(folder: Path) -> None:
+    """Raise if the findings could not be written: better known before the audit."""
+    place = folder
+    while not os.path.exists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "is no folder" if not place.is_dir() else "cannot be written to"
+        raise ValueError(f"the audit cannot be saved in {folder}: {place} {what}; give another --out")
+
+
 def _save(report: Report, folder: Path) -> None:
     """Write the files; without matplotlib, those that need none."""
     from dphero.audit.report import save
@@ -156,7 +186,7 @@ def _save(report: Report, folder: Path) -> None:
 
 def _show(report: Report) -> None:
     """Print the findings for people."""
-    console = Console(highlight=False)
+    screen = console()
     table = Table(title=f"Audit of {report.title}", title_justify="left", title_style="bold")
     known = any(each.true_epsilon is not None for each in report.audits)
     for name in (
@@ -170,37 +200,41 @@ def _show(report: Report) -> None:
         words = name in ("audited", "verdict")
         table.add_column(name, justify="left" if words else "right", no_wrap=words)
     for each in report.audits:
-        true = each.claim.epsilon if each.true_epsilon is None else each.true_epsilon
+        true = "–" if each.true_epsilon is None else _up(each.true_epsilon)
         fitted = "–" if each.epsilon_fitted is None else f"{each.epsilon_fitted:.2f}"
-        cells = [_up(each.claim.epsilon), *([_up(true)] if known else []), f"{each.epsilon_any:.2f}", fitted]
+        cells = [_up(each.claim.epsilon), *([true] if known else []), f"{each.epsilon_any:.2f}", fitted]
         table.add_row(each.name, *cells, _verdict(each.refuted))
     for run in report.one_runs:
         cells = [_up(run.claimed_epsilon), *([""] if known else []), f"{run.audited_epsilon:.2f}", "–"]
         table.add_row(run.name.removeprefix("one training, "), *cells, _verdict(run.refuted))
-    console.print(table)
+    if report.ledger is not None:
+        cells = [_up(report.ledger.printed_epsilon), *([""] if known else []), "–", "–"]
+        table.add_row("its own ledger", *cells, _verdict(report.ledger.refuted))
+    screen.print(table)
     for run in report.one_runs:
         guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
-        console.print(f"{run.name[0].upper()}{run.name[1:]}: {guessed}", markup=False)
+        screen.print(f"{run.name[0].upper()}{run.name[1:]}: {guessed}")
+    for each in report.audits:
+        if each.uncharged:
+            screen.print(f"{each.name}: {each.uncharged} releases are not on the ledger")
     for attack in report.attacks:
-        console.print(
+        screen.print(
             f"Membership inference, {attack.name}: AUC {attack.area:.3f} (0.5 is chance), true positive rate "
-            f"{attack.true_rate(0.001):.2%} at 0.1 % false positives",
-            markup=False,
+            f"{attack.true_rate(0.001):.2%} at 0.1 % false positives"
         )
     for note in report.notes:
-        console.print(f"Note: {note}.", markup=False)
+        screen.print(f"Note: {note}.")
     first = report.audits[0]
     hold = "All lower bounds hold together" if report.confidence else "Each lower bound holds"
-    console.print(
+    screen.print(
         f"{hold} with confidence {report.confidence or first.confidence:g}, at δ = {first.claim.delta:g}. 'Gaussian' "
         "assumes that the noise is what it claims to be up to its size; 'any mechanism' and the verdict assume "
-        "nothing. An audit can refute a claim, never prove one.",
-        markup=False,
+        "nothing. An audit can refute a claim, never prove one."
     )
 
 
-def _verdict(refuted: bool) -> str:
-    return "[bold red]REFUTED[/bold red]" if refuted else "[green]not refuted[/green]"
+def _verdict(refuted: bool) -> Text:
+    return Text("REFUTED", style="bold red") if refuted else Text("not refuted", style="green")
 
 
 def _up(value: float) -> str:

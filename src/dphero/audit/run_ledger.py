@@ -1,0 +1,92 @@
+"""The ε that a finished run printed, against its own ledger: priced anew, and counted against the steps it took."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dphero.accounting import IndividualFilter, Ledger, RandomisedLabels, ShuffledFilter, price
+from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
+from dphero.accounting.filters import WHOLE_ORDERS
+from dphero.experiments import RunDirectory
+from dphero.experiments.files import damaged, read_json
+
+__all__ = ["RunLedger", "check_ledger"]
+
+_ROUNDING = 1e-3  # relative: grids of other versions of the accountants
+_PAID_ONCE = (IndividualFilter, ShuffledFilter, RandomisedLabels)  # events that stand for any number of steps
+
+
+@dataclass(frozen=True)
+class RunLedger:
+    """What a run says of itself, and what its ledger says of it.
+
+    Attributes:
+        printed_epsilon: ε as it was printed, at
+        delta: δ.
+        accountant: How it was priced.
+        steps: How many steps the run took.
+        ledger_epsilon: What the ledger costs at δ, by the same accountant. By a filter, at the order where that is
+            least: the run does not tell which one it had fixed.
+        releases: How many releases the ledger holds.
+        problems: What does not agree.
+    """
+
+    printed_epsilon: float
+    delta: float
+    accountant: str
+    steps: int
+    ledger_epsilon: float
+    releases: int
+    problems: tuple[str, ...] = ()
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the run's word and its ledger disagree."""
+        return bool(self.problems)
+
+    @property
+    def sentence(self) -> str:
+        """All of it, for people."""
+        printed, costs = (
+            "infinite" if math.isinf(each) else f"{each:.4g}" for each in (self.printed_epsilon, self.ledger_epsilon)
+        )
+        return (
+            f"the run's own claim: ε = {printed} at δ = {self.delta:g} over {self.steps} steps ({self.accountant}); "
+            f"its ledger costs {costs}, entries: {self.releases}" + "".join(f"; {each}" for each in self.problems)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the findings as plain values."""
+        return {**vars(self), "problems": list(self.problems), "refuted": self.refuted}
+
+
+def check_ledger(directory: RunDirectory) -> RunLedger:
+    """Price the ledger of a finished run anew, and compare.
+
+    Raises:
+        ValueError: If the run's files are damaged, or its ledger cannot be priced as it says.
+        OSError: If they cannot be read.
+    """
+    result = read_json(directory.path / "result.json", "epsilon", "delta", "steps", "accountant")
+    path = directory.path / "ledger.json"
+    try:
+        ledger = Ledger.from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged(path, error) from error
+    printed = math.inf if result["epsilon"] is None else float(result["epsilon"])
+    steps = max([int(result["steps"]), *(int(each["step"]) for each in directory.metrics)])
+    delta, accountant = float(result["delta"]), str(result["accountant"])
+    filtered = accountant == "filter"
+    orders = WHOLE_ORDERS if filtered else (DEFAULT_FILTER_ORDER,)
+    costs = min(price(ledger, delta, accountant, filter_order=float(order)).epsilon for order in orders)
+    problems = []
+    if costs > printed * (1 + _ROUNDING):
+        problems.append("it printed less than its ledger costs")
+    elif costs < printed * (1 - _ROUNDING) and not filtered:  # of a filter, the whole size is printed
+        problems.append("it printed more than its ledger costs: something is missing there")
+    each_step = not any(isinstance(event, _PAID_ONCE) for event in ledger.counts)
+    if each_step and ledger.steps < steps:
+        problems.append(f"{steps - ledger.steps} of its {steps} steps are not on its ledger")
+    return RunLedger(printed, delta, accountant, steps, costs, ledger.steps, tuple(problems))

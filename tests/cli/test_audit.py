@@ -1,0 +1,25 @@
+"""``dphero audit`` for people."""
+
+from types import SimpleNamespace
+
+from dphero.cli import audit
+
+
+def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys):
+    claim = SimpleNamespace(epsilon=3.0, delta=1e-5)
+    figures = {"true_epsilon": None, "epsilon_any": 1.0, "epsilon_fitted": None, "confidence": 0.95, "uncharged": 3}
+    found = SimpleNamespace(name="one step", claim=claim, refuted=True, **figures)
+    report = SimpleNamespace(
+        title="run [old] [/b]",
+        audits=[found],
+        one_runs=[],
+        attacks=[],
+        notes=["see [a] :dog:"],
+        confidence=None,
+        ledger=SimpleNamespace(printed_epsilon=3.0, refuted=False),
+    )
+    audit._show(report)
+    shown = capsys.readouterr().out
+    assert "Audit of run [old] [/b]" in shown and "Note: see [a] :dog:." in shown
+    assert "REFUTED" in shown and "[bold" not in shown
+    assert "its own ledger" in shown and "one step: 3 releases are not on the ledger" in shown
