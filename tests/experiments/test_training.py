@@ -12,12 +12,14 @@ import time
 from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from dphero import methods
 from dphero.accounting import Ledger, price
+from dphero.data import load as load_data
 from dphero.experiments import Interrupted, RunDirectory, prepare, resolve, train
 from dphero.experiments import training as loop
 from dphero.experiments.files import to_json
@@ -175,6 +177,8 @@ def test_evaluations_after_the_checkpoint_are_forgotten(tmp_path):
         directory.add_metrics({"step": step})
     with open(directory.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 1')  # a line that a crash cut short
+    with open(directory.path / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\xfe\0")  # what some file systems make of one
     directory.forget_metrics_after(6)
     assert [line["step"] for line in directory.metrics] == [3, 6]
 
@@ -254,6 +258,69 @@ def test_other_methods_resume_too(method, tmp_path):
         train(parts, report=lambda progress: progress.step == 4 and signal.raise_signal(signal.SIGTERM))
     train(parts)
     assert same(weights(whole), weights(parts))
+
+
+def own_data(folder, seed=0, records=60):
+    """Write data of one's own, and return the settings of a run on it by a name that only this folder understands."""
+    generator = np.random.default_rng(seed)
+    images, labels = generator.normal(size=(records, 4)), generator.integers(3, size=records)
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / "set.npz", x_train=images, y_train=labels, x_test=images, y_test=labels, classes=[0, 1, 2])
+    return {"data": "set.npz", "dataset_size": "public", "delta": 1e-3, "lot": 20, "clip": 0.5}
+
+
+def stop(directory, step=4):
+    """Train up to a step, and stop there."""
+    with pytest.raises(Interrupted):
+        train(directory, report=lambda progress: progress.step == step and signal.raise_signal(signal.SIGTERM))
+
+
+def test_a_run_on_a_relative_path_goes_on_with_its_own_data_from_everywhere(tmp_path, monkeypatch):
+    own_data(tmp_path / "other", seed=1)
+    settings = own_data(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    directory = begin(tmp_path / "run", **settings)
+    plain = RunDirectory.create(tmp_path / "plain", directory.recipe.with_(data="set.npz"))
+    assert plain.recipe == directory.recipe == RunDirectory.open(tmp_path / "plain").recipe
+    stop(directory)
+    monkeypatch.chdir(tmp_path / "other")
+    seen = []
+    monkeypatch.setattr(loop.datasets, "load", lambda spec: seen.append(spec) or load_data(spec))
+    train(RunDirectory.open(directory.path))
+    assert seen == [str(tmp_path / "mine" / "set.npz")]
+
+
+def test_private_data_by_a_relative_path_is_still_not_public(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = begin(tmp_path / "run", **own_data(tmp_path), method="projected", options={"public": "set.npz"})
+    with pytest.raises(ValueError, match="is the private data itself"):
+        train(directory)
+
+
+@pytest.mark.parametrize("method", ["dp-hero", "sgd"])
+def test_noise_is_never_used_on_other_data(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = begin(tmp_path / "run", method=method, **own_data(tmp_path))
+    stop(directory)
+    own_data(tmp_path, seed=1)
+    with pytest.raises(ValueError, match=r"set\.npz no longer holds the training data with which .*run was begun"):
+        train(RunDirectory.open(directory.path))
+    assert Ledger.from_json((directory.path / "ledger.json").read_text()).steps == 4
+    own_data(tmp_path)
+    digest = load_data(str(tmp_path / "set.npz")).digest()
+    assert train(RunDirectory.open(directory.path))["steps"] > 4
+    for path in directory.path.glob("*.*"):
+        assert path.name == "checkpoint.pt" or digest.encode() not in path.read_bytes(), path.name
+
+
+def test_a_checkpoint_from_before_digests_were_kept_still_resumes(unbroken, tmp_path):
+    directory = begin(tmp_path / "run")
+    stop(directory)
+    contents = torch.load(directory.checkpoint, weights_only=True)
+    assert contents["extra"].pop("data")
+    torch.save(contents, directory.checkpoint)
+    train(directory)
+    assert same(weights(directory), weights(unbroken))
 
 
 def test_ordinary_training_costs_infinitely_much(tmp_path):
@@ -347,6 +414,23 @@ def test_a_run_that_was_refused_leaves_its_place_to_another(tmp_path):
     again = begin(refused.path, epochs=1)
     assert RunDirectory.open(again.path).recipe == again.recipe
     assert train(again)["steps"] == 3
+
+
+def test_a_recipe_of_the_users_own_is_not_overwritten(tmp_path):
+    theirs = tmp_path / "recipe.toml"
+    theirs.write_text("# by hand")
+    with pytest.raises(ValueError, match=r"recipe\.toml is no run's, and would be overwritten: give another --out"):
+        begin(tmp_path)
+    assert theirs.read_text() == "# by hand"
+
+
+@pytest.mark.parametrize("contents", ["", "{", "[1]", "\udcff"])
+@pytest.mark.parametrize("name", ["result.json", "ledger.json"])
+def test_damaged_files_are_named(name, contents, tmp_path):
+    directory = begin(tmp_path / "run")
+    (directory.path / name).write_text(contents, errors="surrogateescape")
+    with pytest.raises(ValueError, match=rf"run/{name} is damaged: "):
+        train(directory)
 
 
 def test_only_run_directories_are_opened(tmp_path):

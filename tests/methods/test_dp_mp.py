@@ -159,10 +159,10 @@ def test_validation_examples_are_not_trained_on_and_their_count_is_noisy() -> No
     runs = []
     for blank in (False, True):
         task = make_task(noise_multiplier=4.0, epochs=4.0)
-        if blank:
-            task.train.tensors[0][-140:] = 0
         trainer = make("dp-mp", {"schedule": "validation", "validation_share": 0.1}).start(task)
         assert trainer.held_out == 140
+        if blank:
+            task.train.tensors[0][trainer.order[-140:]] = 0
         for _ in range(trainer.lots_per_epoch):
             trainer.advance()
         runs.append((trainer, torch.cat([p.flatten() for p in trainer.module.parameters()])))
@@ -175,6 +175,27 @@ def test_validation_examples_are_not_trained_on_and_their_count_is_noisy() -> No
         noises.append(trainer.accuracies[0] * 140 - trainer._count())
     assert stats.kstest(noises, stats.norm(scale=4.0).cdf).pvalue > 1e-3
     assert stats.kstest(noises, stats.norm(scale=2.5).cdf).pvalue < 1e-3
+
+
+def test_those_held_out_are_drawn_at_random_and_all_others_are_trained_on(tmp_path: Path) -> None:
+    options = {"schedule": "validation", "validation_share": 0.2}
+    first, again, other, fresh = (start("dp-mp", epsilon=3.0, seed=seed, options=options) for seed in (1, 1, 2, None))
+    held_out = [set(trainer.order[-280:].tolist()) for trainer in (first, again, other, fresh)]
+    assert held_out[0] == held_out[1] and not held_out[0] & held_out[2] == held_out[0] == held_out[3]
+    ranks = torch.tensor(sorted(held_out[0])) / 1400  # digits or a folder of classes: not the last rows
+    assert stats.kstest(ranks, "uniform").pvalue > 1e-3
+    trained = torch.cat([first.rows(lot) for lot in range(first.lots_per_epoch)])
+    assert sorted(trained.tolist()) == sorted(set(range(1400)) - held_out[0])
+    fresh.save(tmp_path / "checkpoint.pt", {})
+    resumed = start("dp-mp", epsilon=3.0, seed=None, options=options)
+    resumed.load(tmp_path / "checkpoint.pt")
+    assert torch.equal(resumed.order, fresh.order)
+
+
+def test_older_runs_go_on_with_the_rows_that_they_held_out() -> None:
+    trainer = start("dp-mp", epsilon=3.0, options={"schedule": "validation"})
+    trainer.restore({name: value for name, value in trainer.state().items() if name != "order"})
+    assert trainer.order.tolist() == list(range(1400)) and int(trainer.rows(0).max()) < 1330
 
 
 def test_noise_falls_when_accuracy_has_stopped_rising() -> None:

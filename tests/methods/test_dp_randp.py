@@ -134,6 +134,33 @@ def test_the_last_layer_must_be_linear() -> None:
     )
 
 
+def dropping() -> nn.Module:
+    layers = (nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.5), nn.Linear(12, 10))
+    return with_head(nn.Sequential(*layers))
+
+
+def test_dropout_before_the_last_layer_is_no_other_last_layer() -> None:
+    model, before = dropping(), torch.get_rng_state()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert head_of(model, torch.rand(2, 1, 8, 8, generator=torch.Generator())) is model[5] and model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_network_with_dropout_learns_depends_on_no_generator_of_the_run() -> None:
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        lesson_model = dropping()
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        lesson = _Lesson(lesson_model, (1, 8, 8), "leaves", 3, 16)
+        assert len(list(lesson.run())) == 3
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(lesson.body.state_dict())
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+
+
 def test_a_new_head_changes_nothing_and_a_set_one_whitens() -> None:
     model, images = build("digits", (1, 8, 8), 10), torch.rand(500, 1, 8, 8)
     outputs = model(images)
@@ -246,6 +273,57 @@ def test_a_network_that_is_not_the_recipes_is_taken_as_it_is() -> None:
     assert take(trainer, 1).model.get_parameter("1.weight").isfinite().all()
 
 
+class Mixing(nn.Sequential):
+    """Subtracts the batch's mean."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def begun(model: nn.Module, **options: Any) -> Any:
+    """A training of a network of one's own."""
+    task = make_task("dp-randp", noise_multiplier=1.0, epochs=2)
+    own = with_head(model)
+    return make("dp-randp", {**QUICK, **options}).start(replace(task, model=own, module=own))
+
+
+@pytest.mark.parametrize("probe", [0.5, 1.0])
+def test_a_network_that_mixes_examples_releases_nothing(probe: float) -> None:
+    trainer = begun(Mixing(), probe=probe)
+    with pytest.raises(ValueError, match="before its last layer mixes examples"):
+        trainer.advance()
+    assert not trainer.ledger.steps
+    trainer.close()
+
+
+def test_a_batch_norm_is_refused_at_the_start_unless_it_stays_as_it_is() -> None:
+    layers = (nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 10))
+    with pytest.raises(ValueError, match=r"2 \(BatchNorm1d\)"):
+        begun(nn.Sequential(*layers), probe=0.5)
+    trainer = take(begun(nn.Sequential(*layers), probe=1.0), 1)
+    norm = trainer.task.module[2]
+    learned = norm.running_mean.clone()
+    take(trainer, 2)
+    assert learned.any() and torch.equal(norm.running_mean, learned)  # from synthetic images alone
+
+
+def test_networks_with_dropout_are_trained() -> None:
+    trainer = begun(nn.Sequential(nn.Flatten(), nn.Linear(64, 9), nn.ReLU(), nn.Dropout(0.5), nn.Linear(9, 10)))
+    assert take(trainer, trainer.steps).phase == "fine-tuning"
+
+
+def test_what_goes_wrong_between_the_phases_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK), 3)
+    monkeypatch.setattr(trainer, "_optimizer", lambda: pytest.fail("no memory"))
+    with pytest.raises(pytest.fail.Exception, match="no memory"):
+        trainer.advance()
+    trainer.close()
+    trainer.close()
+
+
 def test_secure_runs_have_no_seeds(tmp_path: Path) -> None:
     runs = [
         take(start("dp-randp", noise_multiplier=1.0, epochs=2, options=QUICK, seed=None, secure=True), 5) for _ in "ab"
@@ -262,6 +340,8 @@ def test_secure_runs_have_no_seeds(tmp_path: Path) -> None:
         ({}, "give --epsilon or --noise-multiplier"),
         ({"noise_multiplier": 1.0, "model": "scatter-linear"}, "has fixed ones"),
         ({"noise_multiplier": 1.0, "secure": True}, "takes no --seed"),
+        ({"epsilon": 3.0, "accountant": "filter"}, "leave --accountant filter out"),
+        ({"noise_multiplier": 1.0, "accountant": "filter"}, "leave --accountant filter out"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict, message: str) -> None:

@@ -159,7 +159,9 @@ def test_bad_settings_are_refused() -> None:
         start("ipa-rf")
     with pytest.raises(ValueError, match="leave --clipping out"):
         start("ipa-rf", epsilon=1.0, clipping="adaptive")
-    with pytest.raises(ValueError, match="priced by rdp or filter, not by accountant 'zcdp'"):
+    with pytest.raises(ValueError, match="priced by rdp, not by accountant 'filter'"):
+        start("ipa-rf", epsilon=1.0, accountant="filter")
+    with pytest.raises(ValueError, match="priced by rdp, not by accountant 'zcdp'"):
         start("ipa-rf", epsilon=1.0, accountant="zcdp")
     with pytest.raises(ValueError, match="takes no --seed"):
         start("ipa-rf", epsilon=1.0, secure=True)

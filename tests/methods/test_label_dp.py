@@ -210,6 +210,9 @@ def test_secure_labels_are_drawn_from_the_system() -> None:
         ({"noise_multiplier": 1.0}, "has no noise multiplier: give --epsilon"),
         ({"epsilon": 1.0, "guidance": "pca"}, "leave out --guidance pca"),
         ({"epsilon": 1.0, "secure": True}, "takes no --seed"),
+        ({"epsilon": 34.5}, "above 34 a label changes so seldom"),
+        ({"epsilon": 1.0, "accountant": "rdp"}, "priced by pure, not by accountant 'rdp'"),
+        ({"epsilon": 1.0, "accountant": "bogus"}, "priced by pure, not by accountant 'bogus'"),
         ({"epsilon": 1.0, "options": {"stages": 2000}}, "too few for 2000 stages"),
     ],
 )

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from dphero.accounting import BudgetExhausted
-from dphero.methods import make
+from dphero.methods import Trainer, make
 from dphero.methods.projected import leading_directions
 from tests.methods.image_task import digits, finish, make_task, resumes_exactly, start, take
 
@@ -58,6 +59,42 @@ def test_directions_are_those_of_the_public_gradients_at_these_weights() -> None
         rows.append(torch.cat([p.grad.flatten() for p in trainer.module.parameters()]))
     expected, found = leading_directions(torch.stack(rows), 8), trainer.directions
     assert torch.allclose(found.mT @ found, expected.mT @ expected, atol=1e-4)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 10))
+
+
+def test_networks_with_dropout_are_trained_and_resumed(tmp_path: Path) -> None:
+    def begin() -> Trainer:
+        task, generator = make_task("projected", noise_multiplier=1.0), torch.Generator().manual_seed(0)
+        model = dropping()
+        for parameter in model.parameters():
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+        torch.manual_seed(3)
+        return make("projected", SMALL).start(replace(task, model=model, module=model))
+
+    trainer = take(begin(), 1)
+    found = trainer.directions
+    trainer._find(0, trainer._weights_then)
+    assert trainer.module.training and torch.equal(trainer.directions, found)  # chance has no part in it
+    trainer.save(tmp_path / "checkpoint.pt", {})
+    take(trainer, 3)
+    resumed = begin()
+    resumed.load(tmp_path / "checkpoint.pt")
+    assert torch.equal(take(resumed, 3).module[1].weight, trainer.module[1].weight)
+
+
+def test_directions_that_cannot_be_found_cost_nothing() -> None:
+    class Odd(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + float(x.detach().sum())
+
+    task, model = make_task("projected", noise_multiplier=1.0), Odd(nn.Flatten(), nn.Linear(64, 10))
+    trainer = make("projected", SMALL).start(replace(task, model=model, module=model))
+    with pytest.raises(RuntimeError):
+        trainer.advance()
+    assert not trainer.ledger.steps
 
 
 def test_public_examples_do_not_depend_on_private_ones() -> None:
@@ -115,6 +152,20 @@ def test_a_public_data_set_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_private_data_is_not_public() -> None:
     with pytest.raises(ValueError, match="is the private data itself"):
         start("projected", noise_multiplier=1.0, options={"public": "digits"})
+
+
+def test_private_data_is_not_public_by_another_way_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task("projected", noise_multiplier=1.0)
+    monkeypatch.setattr("dphero.data.load", lambda name: digits())
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.npz", "theirs.npz"):
+        (tmp_path / name).touch()
+    (tmp_path / "link.npz").symlink_to("mine.npz")
+    private = replace(task, recipe=task.recipe.with_(data=str(tmp_path / "mine.npz")))
+    for public in ("mine.npz", "./mine.npz", "link.npz", str(tmp_path / "mine.npz")):
+        with pytest.raises(ValueError, match="is the private data itself"):
+            make("projected", {**SMALL, "public": public}).public_examples(private)
+    assert len(make("projected", {**SMALL, "public": "theirs.npz"}).public_examples(private)[0]) == 20
 
 
 @pytest.mark.parametrize("options", [{"examples": 0}, {"directions": 300}, {"refresh_every": 0}, {"pubic": "leaves"}])

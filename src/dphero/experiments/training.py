@@ -84,6 +84,7 @@ def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
     images, labels = data.train.images.to(device), data.train.labels.to(device)
     module, inputs = model, images
     if isinstance(model, FeatureModel):
+        models.require_rowwise(model.features, images[:_CHUNK], f"what model {recipe.model!r} computes as features")
         module, inputs = model.head, features(model, images)
     task = Task(
         recipe=recipe,
@@ -124,7 +125,8 @@ def train(
     Raises:
         ImportError: If what writes the weights is not installed: better known before the budget is spent.
         Interrupted: If the process was asked to stop (Ctrl-C, SIGTERM); the run was saved.
-        ValueError: For a recipe that cannot be trained, and for a run that has lost its checkpoint.
+        ValueError: For a recipe that cannot be trained, for a run that has lost its checkpoint, and for one that was
+            begun on other data.
     """
     if directory.result is not None:
         return directory.result
@@ -148,6 +150,7 @@ class _Loop:
         self.directory, self.trainer, self.report = directory, trainer, report
         self.recipe = trainer.task.recipe
         self.test, self.classes = Evaluation(data.test, trainer.task.device), data.classes
+        self.digest = data.digest()
         self.epoch_steps = max(1, round(trainer.steps / self.recipe.epochs))
         self.evaluate_steps = self.recipe.evaluate_every or self.epoch_steps
         self.next_pricing = 0.0
@@ -185,6 +188,7 @@ class _Loop:
     def _resume(self) -> None:
         if self.directory.checkpoint.exists():
             extra = self.trainer.load(self.directory.checkpoint)
+            self._require_same_data(extra.get("data", self.digest))  # older checkpoints do not tell
             self.seconds = float(extra["seconds"])
         else:
             self._save()  # the keys of lots and noise: whatever happens next can be repeated, not drawn anew
@@ -193,10 +197,18 @@ class _Loop:
         accuracy = metrics[-1]["accuracy"] if metrics else None
         self.latest = Progress(self.trainer.step, self.trainer.steps, accuracy=accuracy, seconds=self.seconds)
 
+    def _require_same_data(self, digest: str) -> None:
+        if digest != self.digest:
+            raise ValueError(
+                f"{self.recipe.data} no longer holds the training data with which {self.directory.path} was begun, and "
+                "its noise must not be used on other data: put the old data back to go on, or begin a new run in "
+                "another --out"
+            )
+
     def _save(self) -> None:
         """The ledger first: what was released must be on record before anything can go wrong."""
         self.directory.save_ledger(self.trainer.ledger)
-        self.trainer.save(self.directory.checkpoint, {"seconds": self.seconds})
+        self.trainer.save(self.directory.checkpoint, {"seconds": self.seconds, "data": self.digest})
 
     def _note(self, step: Step) -> None:
         self.losses.append(step.loss)

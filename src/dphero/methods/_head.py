@@ -69,14 +69,20 @@ def with_head(model: nn.Module) -> nn.Module:
 def head_of(model: nn.Module, example: Tensor) -> Head:
     """Return the head that :func:`with_head` made.
 
+    The network is tried in evaluation mode: dropout gives other outputs each time, and a batch norm keeps what it saw.
+
     Raises:
         ValueError: If the network does not end with it.
     """
     (head,) = (child for child in model.modules() if isinstance(child, Head))
+    was_training = model.training
+    model.eval()
     with torch.no_grad():
         inputs = features(model, example)
-        if inputs.dim() == 2 and torch.equal(head(inputs), model(example)):
-            return head
+        found = inputs.dim() == 2 and torch.equal(head(inputs), model(example))
+    model.train(was_training)
+    if found:
+        return head
     raise ValueError(f"the network ({type(model).__name__}) must end with a linear layer: its outputs are none's")
 
 

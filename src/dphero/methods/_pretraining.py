@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,12 +92,13 @@ class _Lesson:
     """
 
     def __init__(self, model: nn.Module, shape: tuple[int, int, int], process: str, steps: int, batch: int) -> None:
-        self.body = copy.deepcopy(headless(model)).train()
+        self.body = copy.deepcopy(headless(model)).eval()
         self.step, self.loss, self.pool_is_used_up = 0, math.nan, True
         self._shape, self._process, self._steps, self._batch = shape, process, steps, batch
         device = next(model.buffers()).device
         with torch.no_grad():
             width = self.body(torch.zeros(1, *shape, device=device)).shape[1]
+        self.body.train()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             top = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, _EMBEDDING))
@@ -112,7 +113,9 @@ class _Lesson:
             for images in self._pool():
                 both = torch.cat([view(images, self._random), view(images, self._random)])
                 embed = embed or _fast(self._network, both, self._steps)
-                first, second = F.normalize(embed(both)).chunk(2)
+                with _chance(self.step, both.device):
+                    outputs = embed(both)
+                first, second = F.normalize(outputs).chunk(2)
                 loss = (first - second).square().sum(1).mean() + (_uniformity(first) + _uniformity(second)) / 2
                 for group in self._optimizer.param_groups:
                     group["lr"] = _RATE * self._pace()
@@ -166,6 +169,20 @@ class _Lesson:
             for place, batch in enumerate(batches):
                 self.pool_is_used_up = number == _PASSES - 1 and place == len(batches) - 1
                 yield batch
+
+
+@contextmanager
+def _chance(step: int, device: torch.device) -> Iterator[None]:
+    """Let what a network draws itself, for its dropout, depend on the step alone; torch's generators stay as they are.
+
+    Else what is learned would depend on the run that learns it, and a run on whether it found it learned.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(step)
+        for each in devices:
+            torch.cuda.default_generators[each.index or 0].manual_seed(step)
+        yield
 
 
 def _uniformity(z: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -236,6 +236,11 @@ class Method(ABC):
     @abstractmethod
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
+
+    def settled(self, task: Task) -> Task:
+        """Return the task, its recipe telling all of the method's options: a resumed training compares them."""
+        options = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        return replace(task, recipe=task.recipe.with_(options=options))
 
     def network(self, model: nn.Module) -> nn.Module:
         """Return the network that the method releases, given the recipe's: most release that one itself.

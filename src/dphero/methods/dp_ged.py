@@ -40,7 +40,7 @@ __all__ = ["DPGED"]
 
 Denoise = Literal["score", "none"]
 
-_LEAST, _MOST = 0.05, 1e4  # scales that are searched
+_LEAST, _MOST = 0.05, 1e4  # scales that are searched; the least one that can be priced
 _MEMORY = 1 << 22  # numbers in the per-example gradients held at a time
 
 
@@ -48,11 +48,17 @@ class _EncodedTrainer(NoisyTrainer):
     accountants = ("rdp",)
 
     def __init__(self, card: Card, task: Task, method: DPGED) -> None:
+        given = task.recipe.noise_multiplier
+        if given is not None and given < _LEAST:
+            raise ValueError(
+                f"noise multiplier {given:g} is too small for 'dp-ged': below {_LEAST:g} its price, in the ten "
+                "thousands, takes more time and memory than it is worth; give more noise"
+            )
         super().__init__(card, task, poisson(task))
         self.method = method
         self.unit = method.unit / math.sqrt(self.size)  # over the clip norm
         self.chunk = min(self.chunk, max(1, _MEMORY // self.size))
-        self.scale = self._scale() if task.recipe.noise_multiplier is None else task.recipe.noise_multiplier
+        self.scale = self._scale() if given is None else given
         self.event = self._event(self.scale)
 
     def _event(self, scale: float) -> PoissonStudentT:
@@ -184,4 +190,4 @@ class DPGED(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
-        return _EncodedTrainer(self.card, task, self)
+        return _EncodedTrainer(self.card, self.settled(task), self)

@@ -18,10 +18,10 @@ Schedules (e counts epochs from 0; numbers as in the published code):
 ``validation``   σ ← k σ when accuracy has stopped rising  k = 0.9
 ===============  ========================================  ==============================
 
-``validation`` needs accuracies on examples that are not trained on. They are private too, so the count of right answers
-gets noise. The held-out examples are one more disjoint batch of the epoch: at the epoch's own noise multiplier the
-check costs nothing beyond it. But the noise now depends on earlier outputs, and what holds is a budget ρ fixed in
-advance: training ends before an epoch that does not fit in.
+``validation`` needs accuracies on examples that are not trained on, drawn at random, once: data may be sorted by class.
+They are private too, so the count of right answers gets noise. The held-out examples are one more disjoint batch of
+the epoch: at the epoch's own noise multiplier the check costs nothing beyond it. But the noise now depends on earlier
+outputs, and what holds is a budget ρ fixed in advance: training ends before an epoch that does not fit in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dphero.accounting import (
     BudgetExhausted,
@@ -48,6 +50,7 @@ from dphero.blocks import describe
 from dphero.clipping import PerLayer
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, lot_key
+from dphero.methods.own import key_of
 from dphero.sampling import ShuffleSampler
 from dphero.validation import one_of, positive, whole
 
@@ -181,6 +184,13 @@ class _ValidatedTrainer(_ShuffledTrainer):
     def __init__(self, card: Card, task: Task, method: DPMP) -> None:
         self.held_out = max(1, round(method.validation_share * len(task.train)))
         super().__init__(card, task, method, self.held_out)
+        # who is held out depends on the number of records alone, which is public; it need not even be secret
+        random = np.random.Generator(np.random.Philox(key=key_of(task.recipe.seed, "held out")))
+        self.order = torch.from_numpy(random.permutation(len(task.train)))  # those held out are the last
+
+    def rows(self, lot: int) -> Tensor:
+        """Return the rows of the examples of a lot, none of which is held out."""
+        return self.order[super().rows(lot)]
 
     def plan(self) -> None:
         """Fix the budget and the first noise multiplier."""
@@ -246,7 +256,8 @@ class _ValidatedTrainer(_ShuffledTrainer):
     @torch.no_grad()
     def _count(self) -> int:
         """Return how many of the held-out examples are classified rightly: private, not to be shown without noise."""
-        inputs, labels = (tensor[-self.held_out :] for tensor in self.task.train.tensors)
+        rows = self.order[-self.held_out :].to(self.task.device)
+        inputs, labels = (tensor[rows] for tensor in self.task.train.tensors)
         self.module.eval()
         right = sum(
             int((self.module(part).argmax(1) == label).sum())
@@ -261,12 +272,14 @@ class _ValidatedTrainer(_ShuffledTrainer):
 
     def state(self) -> dict[str, Any]:
         own = {"rho": self.rho, "spent": self.spent, "sigma": self.sigma, "accuracies": self.accuracies}
-        return {**super().state(), **own}
+        return {**super().state(), **own, "order": self.order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self.rho, self.spent, self.sigma = float(state["rho"]), float(state["spent"]), float(state["sigma"])
         self.accuracies = list(state["accuracies"])
+        # older runs go on with the rows as they are: others would be in two batches of one epoch
+        self.order = state["order"].cpu() if "order" in state else torch.arange(len(self.order))
 
 
 @register
@@ -283,7 +296,7 @@ class DPMP(Method):
         period: Epochs between two steps of ``step``.
         per_tensor: Clip each layer to C and noise it by σ C apart, as the published code does. Each layer is then
             charged; the published ε counts one of them.
-        validation_share: Share of the examples held out for ``validation``; they are not trained on.
+        validation_share: Share of the examples held out for ``validation``, at random; they are not trained on.
         checks: ``validation`` compares the mean accuracy of so many epochs with that of as many before.
         first_noise: σ₀ of ``validation``, over the noise at which all planned epochs would fit in.
     """
@@ -336,6 +349,5 @@ class DPMP(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
-        if self.schedule == "validation":
-            return _ValidatedTrainer(self.card, task, self)
-        return _ShuffledTrainer(self.card, task, self)
+        kind = _ValidatedTrainer if self.schedule == "validation" else _ShuffledTrainer
+        return kind(self.card, self.settled(task), self)

@@ -21,8 +21,8 @@ from dphero.methods._processes import PROCESSES
 from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
 from dphero.methods.own import key_of
 from dphero.methods.private import PrivateTrainer
-from dphero.models import FeatureModel
-from dphero.validation import one_of, positive, whole
+from dphero.models import FeatureModel, require_rowwise
+from dphero.validation import one_of, positive, require_private_modules, whole
 
 __all__ = ["DPRandP"]
 
@@ -69,6 +69,9 @@ class _RandPTrainer(Trainer):
     def __init__(self, card: Card, task: Task, method: DPRandP) -> None:
         super().__init__(card, task)
         recipe = task.recipe
+        self.probe_steps = round(method.probe * self.steps)
+        if self.probe_steps < self.steps:  # fine-tuning refuses them too, but when the probe has been paid for
+            require_private_modules(task.module)
         if recipe.epsilon is not None:
             self.noise_multiplier = calibrate_noise_multiplier(
                 recipe.epsilon, recipe.delta, task.sample_rate, self.steps, recipe.accountant
@@ -78,7 +81,6 @@ class _RandPTrainer(Trainer):
         else:
             raise ValueError(f"method {card.name!r} is private: give --epsilon or --noise-multiplier")
         self.method = method
-        self.probe_steps = round(method.probe * self.steps)
         self.engine = PrivacyEngine(accountant=recipe.accountant)
         self.head = head_of(task.module, task.images.new_zeros(2, *task.images.shape[1:]))
         self.average = _Average(task.module)
@@ -108,7 +110,7 @@ class _RandPTrainer(Trainer):
             self._attach(_PROBE if self.probe_steps else _TUNE)
             self.average.restart()
         elif self.phase == _PROBE and self.trainer.step >= self.probe_steps:
-            self.engine.detach()
+            self.trainer.close()
             self.average.give()
             self._attach(_TUNE)
             self.average.restart()
@@ -166,6 +168,7 @@ class _RandPTrainer(Trainer):
         """What goes into the last layer, for all images: it stays the same while that layer alone is trained."""
         images, labels = self.task.train.tensors
         body = headless(self.task.module.eval())
+        require_rowwise(body, images[:_CHUNK], f"model {self.task.recipe.model!r} before its last layer")
         parts = [self.head.whitened(body(part)) for part in images.split(_CHUNK)]
         return TensorDataset(torch.cat(parts), labels)
 
@@ -310,6 +313,11 @@ class DPRandP(Method):
             )
         if task.recipe.secure and task.recipe.seed is not None:
             raise ValueError("--secure draws from the operating system; it takes no --seed")
+        if task.recipe.accountant == "filter":
+            raise ValueError(
+                "method 'dp-randp' makes two private trainings, and a Rényi filter has to be fixed for one: leave "
+                "--accountant filter out; its noise is fixed in advance, and pld gives the least price"
+            )
         if task.images.dim() != 4:
             raise ValueError("method 'dp-randp' learns from synthetic images, and this data is none: it has no pixels")
         return _RandPTrainer(self.card, task, self)

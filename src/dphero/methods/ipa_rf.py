@@ -94,7 +94,7 @@ def _least_noise(sample_rate: float, order: int, allowed: float) -> float:
 
 
 class _IndividualTrainer(NoisyTrainer):
-    accountants = ("rdp", "filter")
+    accountants = ("rdp",)
 
     def __init__(self, card: Card, task: Task, full_norm_share: float) -> None:
         super().__init__(card, task, poisson(task))
@@ -213,4 +213,4 @@ class IPARF(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
-        return _IndividualTrainer(self.card, task, float(self.full_norm_share))
+        return _IndividualTrainer(self.card, self.settled(task), float(self.full_norm_share))

@@ -30,6 +30,7 @@ from dphero.validation import positive, whole
 __all__ = ["LabelDP", "LabelRandomiser", "response"]
 
 _CHUNK = 1000
+_LARGEST = 34.0  # ε: e^−34 is fifteen steps of the grid that random numbers lie on
 
 
 def response(labels: Tensor, prior: Tensor, epsilon: float) -> Tensor:
@@ -199,9 +200,19 @@ class _LabelTrainer(OwnTrainer):
             setattr(self, name, state[name])
         self._shuffled = None
         key, batches_key = state["keys"]
-        if (key is None) != self.task.recipe.secure:
-            raise ValueError("the checkpoint was made with another choice of --secure; resume with the same one")
         self.randomiser.key, self.batches_key = None if key is None else int(key), int(batches_key)
+
+    def _require_same(self, state: Mapping[str, Any]) -> None:
+        """Refuse also labels that were randomised in other parts: some would be a second time, and be charged once."""
+        super()._require_same(state)
+        if (state["keys"][0] is None) != self.task.recipe.secure:
+            raise ValueError("the checkpoint was made with another choice of --secure; resume with the same one")
+        released, parts = int((state["noisy"] >= 0).sum()), int(state["stage"]) + 1
+        if parts > len(self.ends) or released != [0, *self.ends][parts]:
+            raise ValueError(
+                f"the checkpoint has {released} labels randomised in {parts} parts, and here the parts end at "
+                f"{', '.join(map(str, self.ends))}: resume with the same stages and first_share"
+            )
 
 
 def _text(key: int | None) -> str | None:
@@ -279,9 +290,16 @@ class LabelDP(Method):
         recipe = task.recipe
         if recipe.epsilon is None:
             raise ValueError("method 'label-dp' randomises labels and has no noise multiplier: give --epsilon")
+        if recipe.epsilon > _LARGEST:
+            raise ValueError(
+                f"epsilon {recipe.epsilon:g} is more than 'label-dp' can keep: above {_LARGEST:g} a label changes so "
+                "seldom that 53 random bits do not tell how seldom; it would hardly protect anybody either"
+            )
+        if recipe.accountant not in ("pld", "pure"):  # pld is the recipe's default
+            raise ValueError(f"method 'label-dp' is priced by pure, not by accountant {recipe.accountant!r}")
         if recipe.secure and recipe.seed is not None:
             raise ValueError("--secure draws from the operating system; it takes no --seed")
         for field in ("clipping", "guidance", "mechanism"):
             if (value := getattr(recipe, field)) is not None:
                 raise ValueError(f"method 'label-dp' adds no noise to gradients: leave out --{field} {value}")
-        return _LabelTrainer(self.card, task, self)
+        return _LabelTrainer(self.card, self.settled(task), self)

@@ -96,6 +96,7 @@ class PrivateTrainer(Trainer):
             )
         else:
             raise ValueError(f"method {card.name!r} is private: give --epsilon or --noise-multiplier")
+        self._attached = True
         self._adaptive_clip = arguments.get("clipping") == "adaptive"
         self._batches: Iterator[Any] | None = None
         self._parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -178,5 +179,7 @@ class PrivateTrainer(Trainer):
         return extra
 
     def close(self) -> None:
-        """Detach the engine."""
-        self.engine.detach()
+        """Detach the engine, unless that was done."""
+        if self._attached:
+            self.engine.detach()
+        self._attached = False

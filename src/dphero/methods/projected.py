@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from dphero.methods._processes import PROCESSES
-from dphero.methods.base import Card, Method, Task, Trainer, register
+from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.private import PrivateTrainer
 from dphero.models import FeatureModel
 from dphero.validation import whole
@@ -38,6 +40,12 @@ def leading_directions(gradients: Tensor, count: int) -> Tensor:
     return ((vectors[:, solid] / values[solid].sqrt()).mT @ wide).to(gradients.dtype)
 
 
+def _same_place(first: str, second: str) -> bool:
+    """Whether two names of data stand for one, or for one file or folder by different ways."""
+    paths = [Path(os.path.expanduser(name)) for name in (first, second)]
+    return first == second or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+
+
 class _ProjectedTrainer(PrivateTrainer):
     def __init__(self, card: Card, task: Task, method: Projected) -> None:
         super().__init__(card, task, options={"guidance": "isotropic"})
@@ -47,12 +55,15 @@ class _ProjectedTrainer(PrivateTrainer):
         self.directions: Tensor | None = None
         self._weights_then: dict[str, Tensor] = {}
 
+    def advance(self) -> Step:
+        """Find directions if it is time, before anything is spent; then draw a lot and release its gradient."""
+        if self.directions is None or self.step - self.found_at >= self.method.refresh_every:
+            weights = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+            self._find(self.step, weights)
+        return super().advance()
+
     def treat(self) -> None:
         """Replace the private gradient by its projection: g̃ ← V Vᵀ g̃. Post-processing."""
-        now = self.step - 1  # the release has been counted
-        if self.directions is None or now - self.found_at >= self.method.refresh_every:
-            weights = {name: value.detach().clone() for name, value in self.module.named_parameters()}
-            self._find(now, weights)
         assert self.directions is not None
         parts = [parameter.grad for parameter in self._parameters]
         flat = torch.cat([part.flatten() for part in parts if part is not None])
@@ -62,15 +73,17 @@ class _ProjectedTrainer(PrivateTrainer):
             part.copy_(values.view_as(part))
 
     def _find(self, step: int, weights: dict[str, Tensor]) -> None:
-        """Find the leading directions of the public gradients at some weights."""
+        """Find the leading directions of the public gradients at some weights, without dropout."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
 
         def loss(trained: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(functional_call(self.module, {**weights, **trained}, (x[None],)), y[None])
 
+        self.module.eval()
         with self.engine.paused():
             each = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=_CHUNK)
             found = each({name: weights[name] for name in names}, self.inputs, self.labels)
+        self.module.train()
         gradients = torch.cat([found[name].flatten(1) for name in names], 1)
         self.directions = leading_directions(gradients, self.method.directions)
         self.found_at, self._weights_then = step, weights
@@ -147,7 +160,7 @@ class Projected(Method):
         Raises:
             ValueError: If the public data is the private data, or does not fit it.
         """
-        if self.public == task.recipe.data:
+        if _same_place(self.public, task.recipe.data):
             raise ValueError(f"public={self.public!r} is the private data itself: it is not public here")
         random = torch.Generator().manual_seed(0)
         shape = tuple(task.images.shape[1:])

@@ -209,14 +209,22 @@ class _SearchTrainer(NoisyTrainer):
         self.before = now
 
     def state(self) -> dict[str, Any]:
-        own = {"noise_multiplier": self.noise_multiplier, "step_size": self.step_size, "before": self.before}
-        own["search_epsilon"] = self.search_epsilon
-        return {**super().state(), **own}
+        return {
+            **super().state(),
+            "noise_multiplier": self.noise_multiplier,
+            "step_size": self.step_size,
+            "before": self.before,
+            "search_epsilon": self.search_epsilon,
+            "filter": [self.budget.epsilon, self.budget.delta, self.budget.filter_order],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
         self.noise_multiplier, self.step_size = float(state["noise_multiplier"]), float(state["step_size"])
         self.search_epsilon = float(state["search_epsilon"])
+        if "filter" in state:  # what was fixed before the first release is what holds; older states do not tell
+            epsilon, delta, order = state["filter"]
+            self.budget = Budget(epsilon, delta, "filter", filter_order=order)
         before = state["before"]
         self.before = None if before is None else [tensor.to(self.task.device) for tensor in before]
 
@@ -290,4 +298,4 @@ class SASDP(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
-        return _SearchTrainer(self.card, task, self)
+        return _SearchTrainer(self.card, self.settled(task), self)

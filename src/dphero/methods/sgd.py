@@ -67,4 +67,9 @@ class SGD(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
+        if task.recipe.epsilon is not None:
+            raise ValueError(
+                f"method 'sgd' protects nothing and cannot keep epsilon {task.recipe.epsilon:g}: leave --epsilon out, "
+                "or take a private --method such as dp-sgd"
+            )
         return _SGDTrainer(self.card, task)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from torch import Tensor, nn
 
 from dphero.models.plain import flattened
@@ -17,6 +19,7 @@ class FeatureModel(nn.Module):
     """A model ``head(features(x))`` of which the head alone is trained.
 
     The features depend on each example alone and on nothing that was learned, so to compute them costs no privacy.
+    They are in evaluation mode, always: in training mode a batch norm would mix examples and keep their statistics.
     Compute them once, and train ``head`` on them: ``stored = model.features(images)``. The whole model remains what
     predicts from images, with the weights that its head has then.
 
@@ -37,6 +40,13 @@ class FeatureModel(nn.Module):
                 "them (requires_grad_(False)) if they are public, or make them part of the head."
             )
         self.features, self.head = features, head
+        features.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the head in training or evaluation mode; the features stay in evaluation mode."""
+        super().train(mode)
+        self.features.eval()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
