@@ -69,5 +69,5 @@ def test_isotropic_says_nothing_and_keeps_nothing() -> None:
     guidance = Isotropic()
     assert guidance.geometry(Released(0, (Block("w", torch.ones(2, 2)),), 1.0)) == {}
     guidance.load_state_dict(guidance.state_dict())
-    with pytest.raises(ValueError, match="no state"):
+    with pytest.raises(ValueError, match="another guidance"):
         guidance.load_state_dict({"a": 1})
