@@ -150,7 +150,7 @@ def test_the_table_for_people_and_its_files(tmp_path, monkeypatch):
         (["--data", "digits", "--epsilons", "1", "--seeds", "0"], "--seeds takes a number of seeds"),
         (["--data", "digits", "--epsilons", "1", "--seeds", "two"], "--seeds takes a number of seeds"),
         (["--data", "digits", "--epsilons", "1", "--seeds", "²"], "--seeds takes a number of seeds"),
-        (["--data", "digits", "--epsilons", "1", "--dataset-size", "²"], "dataset_size must be a whole number"),
+        (["--data", "digits", "--epsilons", "1", "--dataset-size", "²"], "--dataset-size must be a whole number"),
         (["--data", "digits", "--epsilons", "1", "--vary", "lrr=1,2"], "did you mean 'lr'?"),
         (["--data", "digits", "--epsilons", "1", "--vary", "lr"], "--vary takes NAME=VALUE,VALUE"),
         (["--data", "digits", "--epsilons", "1", "--vary", "lr=[1]"], "--vary lr takes numbers, text, true and false"),

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dphero.cli._console import console
+from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import JsonOption
-from dphero.cli.train import _size as size_of
 
 if TYPE_CHECKING:
     from dphero.audit.report import Report
@@ -40,10 +40,7 @@ def audit(
     data: Annotated[
         str | None, typer.Option(help="The data for --method: a name, folder, .npz, or package:function.")
     ] = None,
-    dataset_size: Annotated[
-        str | None,
-        typer.Option(help='For --method: a public number of records; "public" if the number in the data is no secret.'),
-    ] = None,
+    dataset_size: DatasetSizeOption = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")
     ] = None,

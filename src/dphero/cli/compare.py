@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dphero.cli._console import console, table
+from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def compare(
     delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
     lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
-    dataset_size: Annotated[
-        str | None, typer.Option(help='A public number of records; "public" if the number in the data is no secret.')
-    ] = None,
+    dataset_size: DatasetSizeOption = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
     out: Annotated[
@@ -68,7 +67,7 @@ def compare(
         "delta": delta,
         "lot": lot,
         "epochs": epochs,
-        "dataset_size": int(dataset_size) if dataset_size and dataset_size.isdecimal() else dataset_size,
+        "dataset_size": size_of(dataset_size),
         "device": device,
     }
     given = {name: value for name, value in settings.items() if value is not None}

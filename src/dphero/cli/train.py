@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dphero.cli._console import console
+from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import Accountant, JsonOption
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def train(
     guidance: Annotated[str | None, typer.Option(help="What shapes the noise: pca, history, isotropic.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="ellipsoid or ball.")] = None,
     accountant: Annotated[Accountant | None, typer.Option(help="How to price.")] = None,
-    dataset_size: Annotated[
-        str | None, typer.Option(help='A public number of records; "public" if the number in the data is no secret.')
-    ] = None,
+    dataset_size: DatasetSizeOption = None,
     physical_batch: Annotated[int | None, typer.Option(help="The most examples in memory at a time.")] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Make the run repeatable; privacy then rests on keeping the seed secret.")
@@ -90,7 +89,7 @@ def train(
         "guidance": guidance,
         "mechanism": mechanism,
         "accountant": accountant,
-        "dataset_size": _size(dataset_size),
+        "dataset_size": size_of(dataset_size),
         "physical_batch": physical_batch,
         "seed": seed,
         "secure": secure or None,
@@ -182,14 +181,6 @@ def _show(result: dict[str, Any]) -> None:
         "\nLosses and accuracies were computed without noise: they are for the owner of the data. checkpoint.pt holds "
         "the key of the noise: keep it as secret as the data, or delete it."
     )
-
-
-def _size(text: str | None) -> int | str | None:
-    if text is None or text == "public":
-        return text
-    if not text.isdecimal():
-        raise ValueError(f'--dataset-size must be a whole number or "public", got {text!r}')
-    return int(text)
 
 
 def _options(given: list[str] | None) -> dict[str, Any]:

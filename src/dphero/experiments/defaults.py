@@ -58,6 +58,4 @@ def resolve(*layers: Mapping[str, Any]) -> Recipe:
 
 def anchored(recipe: Recipe) -> Recipe:
     """Return the recipe with data in a file or folder named by its whole path, which means the same everywhere."""
-    data = located(recipe.data)
-    options = {name: data if value == recipe.data else value for name, value in recipe.options.items()}
-    return recipe.with_(data=data, options=options)  # an option that names the same data is still seen to do so
+    return recipe.with_(data=located(recipe.data))
