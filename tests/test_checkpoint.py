@@ -382,6 +382,63 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
         run.engine.load(path)
 
 
+def test_damage_is_noticed_before_anything_is_believed(tmp_path: Path) -> None:
+    """Bits all over the file, and every bit of the ledger; torch itself takes some of these, and prices change."""
+    run, fresh = training(), training()
+    run.steps(2)
+    path = tmp_path / "run.pt"
+    run.engine.save(path)
+    whole = path.read_bytes()
+    ledger = whole.index(b'"noise_multiplier": 1.0')
+    places = [(ledger + i, bit) for i in range(23) for bit in range(8)]
+    places += [(place, place % 8) for place in random.Random(0).sample(range(len(whole)), 200)]
+    weights, random_state = fresh.weights(), torch.get_rng_state()
+    for place, bit in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << bit
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"run.pt is (not a readable checkpoint|damaged)"):
+            fresh.engine.load(path)
+    assert fresh.engine.ledger.steps == 0 and same(weights, fresh.weights())
+    assert torch.equal(random_state, torch.get_rng_state())
+    path.write_bytes(whole)
+    fresh.engine.load(path)
+    assert same(run.weights(), fresh.weights())
+
+
+def test_without_the_digest_a_flipped_bit_changes_the_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the digest is for: torch reads on, and the ledger says less than was spent."""
+    run, fresh = training(noise_multiplier=3.0), training(noise_multiplier=3.0)
+    run.steps(2)
+    path = tmp_path / "run.pt"
+    run.engine.save(path)
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(b'"noise_multiplier": 3.0') + 20] ^= 1 << 2  # 3.0 becomes 7.0
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="damaged"):
+        fresh.engine.load(path)
+    monkeypatch.setattr(checkpoint, "_is_sealed", lambda *arguments: True)
+    assert '"noise_multiplier": 7.0' in checkpoint.load(path).engine["mechanism"]["ledger"]
+
+
+def test_older_files_are_held_to_the_checksums_of_their_parts(tmp_path: Path) -> None:
+    run = training(noise_multiplier=3.0)
+    run.steps(2)
+    path = tmp_path / "run.pt"
+    run.engine.save(path)
+    contents = torch.load(path, weights_only=True)
+    torch.save({**contents, "version": 1}, path)
+    whole = bytearray(path.read_bytes())
+    training(noise_multiplier=3.0).engine.load(path)
+    whole[whole.index(b'"noise_multiplier": 3.0') + 20] ^= 1 << 2
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"damaged: the checksum of its part '.*data.pkl' is wrong"):
+        training(noise_multiplier=3.0).engine.load(path)
+    torch.save(contents, path)
+    with pytest.raises(ValueError, match="the digest that was written with it is gone"):
+        training(noise_multiplier=3.0).engine.load(path)
+
+
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "sigma": ({"noise_multiplier": 1.1}, "noise multiplier 1.0, this engine has 1.1"),
     "mechanism": ({"mechanism": "ball"}, "mechanism 'ellipsoid', this engine has 'ball'"),
@@ -488,6 +545,7 @@ def test_checkpoints_from_before_some_things_were_saved_still_load(tmp_path: Pat
     run.steps(2)
     run.engine.save(path)
     contents = torch.load(path, weights_only=True)
+    contents["version"] = 1  # before there were digests
     for name in NEW_KEYS:
         del contents["engine"][name]
     torch.save(contents, path)

@@ -1,25 +1,29 @@
-"""Checkpoints: complete, loadable without running code, and written so that a crash loses nothing."""
+"""Checkpoints: complete, loadable without running code, and written so that a crash loses nothing.
+
+The file is what ``torch.save`` writes, with a SHA-256 digest of all of it at its end. The digest is checked before
+anything else is read, so that what was damaged on a disk or on a way is named, and never used.
+"""
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from os import PathLike
-from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dphero._files import DamagedFile, has_zip_seal, open_zip, read_bytes, seal_zip, write_atomically
+
 __all__ = ["Checkpoint", "load", "save"]
 
-_VERSION = 1
+_VERSION, _UNSEALED_VERSION = 2, 1
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -59,7 +63,6 @@ def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, e
         ValueError: If a value could not be loaded again without running code; nothing is written then.
         OSError: If the file cannot be written, as on a full disk; what was there before is whole.
     """
-    path = Path(path)
     contents = {
         "version": _VERSION,
         "engine": dict(engine),
@@ -71,25 +74,8 @@ def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, e
         _require_plain(contents[part], part)
     packed = BytesIO()  # by torch, in memory: writing a file itself, it would hide what the file system says
     torch.save(contents, packed)
-    _remove_stale(path)
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.partial")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(packed.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # that of a write does not say where
-            error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    seal_zip(packed)
+    write_atomically(path, packed.getbuffer(), private=True)
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:
@@ -97,18 +83,39 @@ def load(path: str | PathLike[str]) -> Checkpoint:
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If the file is no checkpoint of this kind.
+        ValueError: If the file is damaged, or no checkpoint of this kind.
     """
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        read = read_bytes(path)
+        sealed = _is_sealed(read, path)
+        contents = torch.load(BytesIO(read), map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
     version = contents.get("version") if isinstance(contents, dict) else None
-    if version != _VERSION:
+    if version not in (_VERSION, _UNSEALED_VERSION):
         raise ValueError(f"{path}: checkpoint version {version!r} is not supported (expected {_VERSION})")
+    if version == _VERSION and not sealed:
+        raise ValueError(
+            f"{path} is not a readable checkpoint: {DamagedFile(path, 'the digest that was written with it is gone')}"
+        )
     return Checkpoint(**{name: contents[name] for name in ("engine", "scheduler", "extra", "random")})
+
+
+def _is_sealed(contents: bytes, path: str | PathLike[str]) -> bool:
+    """Tell whether a file has a digest, which then is right. An older one has only the checksums of its parts.
+
+    Raises:
+        DamagedFile: If a digest or a checksum is wrong.
+    """
+    if has_zip_seal(contents):
+        open_zip(contents, path)
+        return True
+    with ZipFile(BytesIO(contents)) as archive:  # torch itself does not look at them
+        if (bad := archive.testzip()) is not None:
+            raise DamagedFile(path, f"the checksum of its part {bad!r} is wrong")
+    return False
 
 
 def _random_state() -> dict[str, Any]:
@@ -137,22 +144,3 @@ def _require_plain(value: Any, where: str) -> None:
             f"{where} holds a {type(value).__name__}, which could not be loaded without running code; save tensors and "
             "plain values (numbers, strings, lists, dictionaries)"
         )
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove what a process of this machine left when it was killed while writing the same checkpoint."""
-    prefix = f".{path.name}.{socket.gethostname()}."
-    for left in path.parent.glob(".*.partial"):
-        number = left.name.removeprefix(prefix).removesuffix(".partial")
-        if left.name.startswith(prefix) and number.isdecimal() and not _is_running(int(number)):
-            left.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

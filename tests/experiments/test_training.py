@@ -318,7 +318,7 @@ def test_a_checkpoint_from_before_digests_were_kept_still_resumes(unbroken, tmp_
     stop(directory)
     contents = torch.load(directory.checkpoint, weights_only=True)
     assert contents["extra"].pop("data")
-    torch.save(contents, directory.checkpoint)
+    torch.save({**contents, "version": 1}, directory.checkpoint)
     train(directory)
     assert same(weights(directory), weights(unbroken))
 
