@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -139,3 +140,18 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     assert process.returncode == 130
     assert f"go on with: dphero train --resume {out}" in " ".join(errors.split())
     assert (out / "checkpoint.pt").exists() and not (out / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_does_not_cost_the_last_steps(tmp_path):
+    out = tmp_path / "run"
+    settings = ["--data", "digits", "--noise-multiplier", "3", "--epochs", "2000", "--seed", "0", "--out", str(out)]
+    process, terminal = pty.fork()
+    if not process:
+        os.execv(sys.executable, [sys.executable, "-m", "dphero.cli", "train", *settings])
+    while not (out / "metrics.jsonl").exists() or not RunDirectory.open(out).metrics:
+        os.read(terminal, 1 << 16)
+    before = (out / "checkpoint.pt").stat().st_mtime_ns
+    os.close(terminal)  # sends SIGHUP, and whatever is printed from now on fails
+    os.waitpid(process, 0)
+    assert (out / "checkpoint.pt").stat().st_mtime_ns > before and RunDirectory.open(out).result is None

@@ -23,6 +23,7 @@ from dphero.data import load as load_data
 from dphero.experiments import Interrupted, RunDirectory, prepare, resolve, train
 from dphero.experiments import training as loop
 from dphero.experiments.files import to_json
+from dphero.experiments.stopping import stoppable
 
 pytest.importorskip("sklearn")
 
@@ -469,3 +470,91 @@ def test_defaults_have_the_types_of_their_options():
 
 def test_json_has_no_infinity():
     assert to_json({"a": [math.inf, 1.0], "b": math.nan}) == '{"a": [null, 1.0], "b": null}'
+
+
+# -- a run goes on as it was begun ------------------------------------------------------------------------------------
+
+
+def without_times(metrics):
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in metrics]
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("dp-hero", signal.SIGHUP), ("dp-randp", signal.SIGTERM), ("dp-mp", signal.SIGINT), ("sgd", signal.SIGTERM)],
+)
+def test_metrics_of_a_resumed_run_are_those_of_the_unbroken_one(method, number, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPHERO_DATA", str(tmp_path))
+    options = {"pretrain_steps": 4, "pretrain_batch": 8} if method == "dp-randp" else {}
+    settings = {"method": method, "epochs": 8, "evaluate_every": 5, "options": options}
+    whole = begin(tmp_path / "whole", **settings)
+    train(whole)
+    parts = begin(tmp_path / "parts", **settings)
+    for step in (3, 13, 17):
+        with pytest.raises(Interrupted):
+            train(parts, report=lambda now, step=step: now.step == step and signal.raise_signal(number))
+    train(parts)
+    assert without_times(parts.metrics) == without_times(whole.metrics) != []
+
+
+@pytest.mark.parametrize(
+    ("line", "changed", "words"),
+    [
+        ("lr = 1.0", "lr = 0.5", "lr in .*was 1.0 and is now 0.5"),
+        ("momentum = 0.9", "momentum = 0.5", "momentum in .*was 0.9 and is now 0.5"),
+        ("seed = 0", "seed = 12345", "seed in .*recipe.toml was changed, and a run goes on"),
+        ("lot = 512", "lot = 512\nphysical_batch = 100", "physical_batch in .*was not set and is now 100"),
+        ("lot = 512", "lot = 512\nevaluate_every = 1", "evaluate_every in .*was not set and is now 1"),
+        ('method = "dp-hero"', 'method = "sgd"', "method in .*was 'dp-hero' and is now 'sgd'"),
+        ("noise_multiplier = 3.0", "noise_multiplier = 7.0", "noise_multiplier in .*was 3.0 and is now 7.0"),
+    ],
+)
+def test_an_edited_recipe_is_refused_by_the_name_of_the_setting(line, changed, words, tmp_path):
+    directory = begin(tmp_path / "run")
+    stop(directory)
+    path = directory.path / "recipe.toml"
+    text = path.read_text()
+    assert line in text
+    path.write_text(text.replace(line, changed))
+    with pytest.raises(ValueError, match=words) as refused:
+        train(RunDirectory.open(directory.path))
+    assert "12345" not in str(refused.value)
+    path.write_text(text)
+    assert train(RunDirectory.open(directory.path))["steps"] == 12
+
+
+def test_data_that_was_moved_is_found_by_its_new_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = begin(tmp_path / "run", **own_data(tmp_path))
+    stop(directory)
+    (tmp_path / "set.npz").rename(tmp_path / "moved.npz")
+    path = directory.path / "recipe.toml"
+    path.write_text(path.read_text().replace("set.npz", "moved.npz"))
+    assert train(RunDirectory.open(directory.path))["steps"] > 4
+
+
+def test_a_second_ctrl_c_does_what_the_first_one_says(tmp_path, caplog):
+    directory = begin(tmp_path / "run")
+
+    def twice(progress):
+        signal.raise_signal(signal.SIGTERM)  # asks as well, and may come as often as it likes
+        signal.raise_signal(signal.SIGTERM)
+        assert not caplog.records
+        signal.raise_signal(signal.SIGINT)
+        assert "second Ctrl-C stops at once and saves nothing" in caplog.text
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(directory, report=twice)
+    assert Ledger.from_json((directory.path / "ledger.json").read_text()).steps == 0
+    assert train(directory)["steps"] == 12
+
+
+def test_nohup_holds():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable() as asked:
+            signal.raise_signal(signal.SIGHUP)
+            assert not asked()
+    finally:
+        signal.signal(signal.SIGHUP, former)

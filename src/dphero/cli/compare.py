@@ -88,6 +88,7 @@ def compare(
         from dphero.experiments import compare as comparing
         from dphero.experiments import plan as plans
 
+        directory: Path | None = None
         try:
             if resume is not None:
                 directory, plan = resume, plans.load_plan(resume)
@@ -98,6 +99,11 @@ def compare(
         except experiments.Interrupted as error:
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero compare --resume {directory}", err=True)
+            raise typer.Exit(130) from error
+        except KeyboardInterrupt as error:
+            bar.stop()
+            where = f"; go on with: dphero compare --resume {directory}" if directory else ""
+            typer.echo(f"dphero: stopped at once; runs at work keep their last checkpoint{where}", err=True)
             raise typer.Exit(130) from error
         bar.update(overall, description="Done")
     if as_json:

@@ -144,6 +144,14 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero train --resume {directory.path}", err=True)
             raise typer.Exit(130) from error
+        except KeyboardInterrupt as error:
+            bar.stop()
+            typer.echo(
+                "dphero: stopped at once; nothing was saved after the last checkpoint; go on from that with: "
+                f"dphero train --resume {directory.path}",
+                err=True,
+            )
+            raise typer.Exit(130) from error
 
 
 def _new_folder(recipe: Any) -> Path:

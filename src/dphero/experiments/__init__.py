@@ -2,6 +2,7 @@
 
 from dphero.experiments.defaults import resolve
 from dphero.experiments.rundir import RunDirectory
-from dphero.experiments.training import Interrupted, Progress, prepare, train
+from dphero.experiments.stopping import Interrupted
+from dphero.experiments.training import Progress, prepare, train
 
 __all__ = ["Interrupted", "Progress", "RunDirectory", "prepare", "resolve", "train"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dphero.experiments.plan import Planned
 from dphero.experiments.plots import plot_accuracy, plot_curves, require_matplotlib
+from dphero.experiments.stopping import Interrupted
 from dphero.experiments.sweep import Outcome, Report, outcomes, sweep
 from dphero.experiments.table import Row, save_table, tabulate
-from dphero.experiments.training import Interrupted
 
 __all__ = ["compare", "summarise"]
 

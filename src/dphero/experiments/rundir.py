@@ -39,6 +39,7 @@ from dphero.recipe import Recipe
 
 __all__ = ["RunDirectory"]
 
+_MAY_CHANGE = ("data", "device", "cuda_graphs")  # where it is: what the data holds is compared by its digest
 _OUTCOMES = ("model.safetensors", "model.json", "statement.txt", "statement.json")  # what a training ends with
 
 
@@ -119,6 +120,29 @@ class RunDirectory:
                 f"{self.path} was trained already ({releases} releases are on record), but the checkpoint with their "
                 "key is gone, so it cannot go on; trained anew, it would spend its price again and forget the first "
                 "time: begin a new run in another --out, and count both"
+            )
+
+    def require_same_recipe(self, begun: Mapping[str, Any] | None) -> None:
+        """Raise if ``recipe.toml`` was edited since the run was begun, in more than where the data and the device are.
+
+        Args:
+            begun: The settings that the run was begun with, as its checkpoint has them; ``None`` if it does not tell.
+
+        Raises:
+            ValueError: If a setting differs; the message names it.
+        """
+        if begun is None:
+            return
+        now = self.recipe.as_dict()
+        for name in sorted({*begun, *now} - set(_MAY_CHANGE)):
+            was, is_now = begun.get(name), now.get(name)
+            if was == is_now:
+                continue
+            # a seed is secret, and messages are not
+            values = "was changed" if name == "seed" else f"was {_shown(was)} and is now {_shown(is_now)}"
+            raise ValueError(
+                f"{name} in {self.path / 'recipe.toml'} {values}, and a run goes on as it was begun: put the old value "
+                "back, or begin a new run with the new one in another --out"
             )
 
     def _refuse_if_begun(self) -> None:
@@ -221,6 +245,10 @@ class RunDirectory:
             raise damaged(path, error) from error
 
 
+def _shown(value: Any) -> str:
+    return "not set" if value is None else repr(value)
+
+
 def _environment() -> dict[str, Any]:
     names = ("dphero", "torch", "numpy", "scipy", "dp-accounting")
     return {
@@ -231,7 +259,6 @@ def _environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "packages": {name: _version(name) for name in names},
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
 
 

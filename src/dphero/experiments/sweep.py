@@ -18,7 +18,7 @@ from typing import Any
 from dphero.experiments.plan import Planned, save_plan
 from dphero.experiments.pool import Pool, default_workers
 from dphero.experiments.rundir import RunDirectory
-from dphero.experiments.training import Interrupted, stoppable
+from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.validation import whole
 
 __all__ = ["Outcome", "Standing", "State", "outcomes", "sweep"]

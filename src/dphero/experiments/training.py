@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,18 +18,15 @@ from dphero.accounting import BudgetExhausted
 from dphero.data import Data, Split
 from dphero.experiments.curves import Curves
 from dphero.experiments.rundir import RunDirectory
-from dphero.methods import Step, Task, Trainer, make
+from dphero.experiments.stopping import Interrupted, stoppable
+from dphero.methods import Step, Task, Trainer, extra_of, make
 from dphero.models import FeatureModel
 from dphero.recipe import Recipe
 
-__all__ = ["Interrupted", "Progress", "prepare", "stoppable", "train"]
+__all__ = ["Progress", "prepare", "train"]
 
 _PRICING_SHARE = 0.01  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
 _CHUNK = 500  # test images that pass through the model at a time: on a CPU more would leave its cache
-
-
-class Interrupted(RuntimeError):
-    """The run was asked to stop. It was saved first, and can be resumed."""
 
 
 @dataclass(frozen=True)
@@ -124,19 +118,28 @@ def train(
 
     Raises:
         ImportError: If what writes the weights is not installed: better known before the budget is spent.
-        Interrupted: If the process was asked to stop (Ctrl-C, SIGTERM); the run was saved.
-        ValueError: For a recipe that cannot be trained, for a run that has lost its checkpoint, and for one that was
-            begun on other data.
+        Interrupted: If the process was asked to stop (Ctrl-C, SIGTERM, SIGHUP); the run was saved.
+        ValueError: For a recipe that cannot be trained, for a run that has lost its checkpoint, for one that was begun
+            with another recipe or on other data, and for damaged files.
     """
     if directory.result is not None:
         return directory.result
     import_module("safetensors.torch")
     with directory.locked(), stoppable() as asked_to_stop:
         directory.refuse_without_key()
+        saved = extra_of(directory.checkpoint) if directory.checkpoint.exists() else {}
+        directory.require_same_recipe(saved.get("recipe"))
         task, data = prepare(directory.recipe, data)
+        digest = data.digest()
+        if saved.get("data", digest) != digest:  # older checkpoints do not tell
+            raise ValueError(
+                f"{directory.recipe.data} no longer holds the training data with which {directory.path} was begun, and "
+                "its noise must not be used on other data: put the old data back to go on, or begin a new run in "
+                "another --out"
+            )
         trainer = make(task.recipe.method, task.recipe.options).start(task)
         try:
-            return _Loop(directory, trainer, data, report).run(asked_to_stop, save_seconds)
+            return _Loop(directory, trainer, data, digest, report).run(asked_to_stop, save_seconds)
         finally:
             trainer.close()
 
@@ -145,12 +148,17 @@ class _Loop:
     """One run in this process."""
 
     def __init__(
-        self, directory: RunDirectory, trainer: Trainer, data: Data, report: Callable[[Progress], None]
+        self,
+        directory: RunDirectory,
+        trainer: Trainer,
+        data: Data,
+        digest: str,
+        report: Callable[[Progress], None],
     ) -> None:
         self.directory, self.trainer, self.report = directory, trainer, report
         self.recipe = trainer.task.recipe
         self.test, self.classes = Evaluation(data.test, trainer.task.device), data.classes
-        self.digest = data.digest()
+        self.digest = digest
         self.epoch_steps = max(1, round(trainer.steps / self.recipe.epochs))
         self.evaluate_steps = self.recipe.evaluate_every or self.epoch_steps
         self.next_pricing = 0.0
@@ -186,29 +194,40 @@ class _Loop:
         return self._finish()
 
     def _resume(self) -> None:
-        if self.directory.checkpoint.exists():
-            extra = self.trainer.load(self.directory.checkpoint)
-            self._require_same_data(extra.get("data", self.digest))  # older checkpoints do not tell
-            self.seconds = float(extra["seconds"])
-        else:
+        """Go on from the checkpoint, if there is one, with the running figures that it had."""
+        if not self.directory.checkpoint.exists():
             self._save()  # the keys of lots and noise: whatever happens next can be repeated, not drawn anew
+            return
+        extra = self.trainer.load(self.directory.checkpoint)
+        running = extra.get("running", {})  # older checkpoints have none
+        self.losses = list(running.get("losses", torch.empty(0)).to(self.trainer.task.device).unbind())
+        self.seconds = float(extra["seconds"])
         self.directory.forget_metrics_after(self.trainer.step)
         metrics = self.directory.metrics
-        accuracy = metrics[-1]["accuracy"] if metrics else None
-        self.latest = Progress(self.trainer.step, self.trainer.steps, accuracy=accuracy, seconds=self.seconds)
-
-    def _require_same_data(self, digest: str) -> None:
-        if digest != self.digest:
-            raise ValueError(
-                f"{self.recipe.data} no longer holds the training data with which {self.directory.path} was begun, and "
-                "its noise must not be used on other data: put the old data back to go on, or begin a new run in "
-                "another --out"
-            )
+        self.latest = Progress(
+            self.trainer.step,
+            self.trainer.steps,
+            accuracy=metrics[-1]["accuracy"] if metrics else None,
+            seconds=self.seconds,
+            **{name: running.get(name) for name in ("loss", "clipped", "signal_to_noise")},
+        )
 
     def _save(self) -> None:
         """The ledger first: what was released must be on record before anything can go wrong."""
         self.directory.save_ledger(self.trainer.ledger)
-        self.trainer.save(self.directory.checkpoint, {"seconds": self.seconds, "data": self.digest})
+        latest = self.latest
+        extra = {
+            "seconds": self.seconds,
+            "data": self.digest,
+            "recipe": self.directory.recipe.as_dict(),
+            "running": {
+                "losses": torch.stack(self.losses).cpu() if self.losses else torch.empty(0),
+                "loss": latest.loss,
+                "clipped": latest.clipped,
+                "signal_to_noise": latest.signal_to_noise,
+            },
+        }
+        self.trainer.save(self.directory.checkpoint, extra)
 
     def _note(self, step: Step) -> None:
         self.losses.append(step.loss)
@@ -342,24 +361,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
-
-
-@contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a request that the loop answers between two steps; a second Ctrl-C is immediate."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        former: Mapping[int, Any] = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: somebody else handles signals
-        former = {}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)

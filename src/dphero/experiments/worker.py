@@ -26,7 +26,8 @@ from dphero import recipe as recipes
 from dphero.experiments.defaults import anchored
 from dphero.experiments.files import to_json
 from dphero.experiments.rundir import RunDirectory
-from dphero.experiments.training import Interrupted, Progress, train
+from dphero.experiments.stopping import Interrupted
+from dphero.experiments.training import Progress, train
 from dphero.recipe import Recipe
 
 __all__ = ["train_run"]

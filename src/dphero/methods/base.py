@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dphero import checkpoint
 from dphero.accounting import Ledger, Price, Statement, price, statement
 from dphero.models import NAMES
 from dphero.recipe import Recipe
 
-__all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "make", "register"]
+__all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "extra_of", "make", "register"]
 
 SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 
@@ -185,7 +186,10 @@ class Trainer(ABC):
 
     @abstractmethod
     def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
-        """Write everything that a resumed training needs, atomically; the file is as secret as the data."""
+        """Write everything that a resumed training needs, atomically; the file is as secret as the data.
+
+        A method with values of its own to keep beside ``extra`` puts that under the name ``extra`` among them.
+        """
 
     @abstractmethod
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
@@ -253,6 +257,20 @@ class Method(ABC):
     def suggested(cls, data: str) -> dict[str, Any]:
         """Return the recipe settings that suit the method on a data set."""
         return {**cls.defaults.get("*", {}), **cls.defaults.get(data, {})}
+
+
+def extra_of(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the ``extra`` that a trainer of any method saved, before any trainer believes the rest.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no checkpoint, or damaged.
+    """
+    found = checkpoint.load(path).extra
+    inner = found.get("extra", found)
+    if not isinstance(inner, dict):
+        raise ValueError(f"{path} is not the checkpoint of a run: its extra values are {type(inner).__name__}")
+    return inner
 
 
 METHODS: dict[str, type[Method]] = {}
