@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero import loss_check
+from dphero.checks.loss_graph import fingerprint
 from dphero.loss_check import LossCheck
 from tests.trainer import training
 
@@ -313,16 +314,54 @@ def test_nothing_is_watched_in_evaluation() -> None:
     assert type(run.module.eval()(x)) is Tensor
 
 
-def test_losses_are_read_less_and_less_often() -> None:
+def test_losses_are_read_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """But never no more: a loss may change."""
     watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
-    read = []
+    read: list[int] = []
+    done: list[int] = []
+    monkeypatch.setattr(watch, "_check", lambda loss: read.append(len(done)))
     for number in range(70):
-        out = watch.watch(CLASSIFIER(X))
-        read += [number] * (type(out) is not Tensor)
-        F.cross_entropy(out, Y).backward()
+        done.append(number)
+        F.cross_entropy(watch.watch(CLASSIFIER(X)), Y).backward()
     CLASSIFIER.zero_grad()
-    assert read == [0, 1, 2, 3, 8, 17, 34, 67]
+    assert read == [1, 2, 3, 4, 9, 18, 35, 68]
+
+
+# -- losses that change ------------------------------------------------------------------------------------------------
+
+
+def change_of_loss(at: int, loss: Loss) -> int:
+    """Return how many losses pass after a good one has become another."""
+    watch = LossCheck(CLASSIFIER, lambda: ROWS, "mean")
+    for number in range(4 * at):
+        out = watch.watch(CLASSIFIER(X))
+        try:
+            (F.cross_entropy(out, Y) if number < at else loss(out)).backward()
+        except ValueError:
+            return number - at
+        finally:
+            CLASSIFIER.zero_grad()
+    return 3 * at
+
+
+@pytest.mark.parametrize("at", [20, 40, 70, 140])
+def test_a_loss_that_becomes_another_one_is_read_at_once(at: int) -> None:
+    assert change_of_loss(at, lambda out: F.cross_entropy(out, Y).sqrt()) == 0
+    assert change_of_loss(at, lambda out: F.cross_entropy(out, Y, reduction="sum")) == 0  # the same kinds of nodes
+    assert change_of_loss(at, lambda out: F.cross_entropy(out, Y) + pairs_hinge(out)) == 0
+
+
+def test_without_fingerprints_it_is_read_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check, "fingerprint", lambda loss: 0)
+    assert change_of_loss(40, lambda out: F.cross_entropy(out, Y).sqrt()) == 27
+
+
+def test_a_loop_over_rows_stays_the_same_loss() -> None:
+    numbers = set()
+    for rows in (3, 4, 6):
+        out = CLASSIFIER(X[:rows])
+        numbers.add(fingerprint((sum(row.pow(2).mean() for row in out) / rows).grad_fn))
+    assert len(numbers) == 1
 
 
 # -- examples that meet ------------------------------------------------------------------------------------------------
@@ -378,9 +417,111 @@ def test_any_two_examples_are_told_apart_in_time() -> None:
 
 
 def test_the_measure_of_company_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where terms are told apart by first derivatives, second ones see it too; but not the other way round."""
     monkeypatch.setattr(loss_check, "company", lambda *_: 0.0)
+    monkeypatch.setattr(loss_check, "coupling", lambda *_: 0.0)
     for loss in MEETING.values():
         check(loss, "mean", CLASSIFIER, X)
+
+
+ORDER = torch.tensor([3, 0, 5, 1, 2, 4])
+
+
+def pairs_hinge(out: Tensor) -> Tensor:
+    return F.relu(1 - (out[:, None, 0] - out[None, :, 0])).mean()
+
+
+def mixed_columns(out: Tensor) -> Tensor:
+    return torch.stack([out[:, 0], out.roll(1, 0)[:, 1]], 1)
+
+
+PIECEWISE: dict[str, Loss] = {
+    "all pairs of a hinge": pairs_hinge,
+    "ranking": lambda out: F.margin_ranking_loss(out, out.roll(1, 0), torch.ones_like(out), margin=1.0),
+    "distance from another example": lambda out: F.l1_loss(out, out[ORDER]),
+    "fused distance": lambda out: F.smooth_l1_loss(out, out[ORDER], beta=1e-6),
+    "fused hinge over columns": lambda out: F.multi_margin_loss(mixed_columns(out), Y % 2),
+    "weighted sum": lambda out: torch.dot(torch.full((ROWS,), 1 / ROWS), (out - out.flip(0))[:, 0].abs()),
+    "product with a matrix": lambda out: (torch.ones(1, ROWS) / ROWS @ (out - out.roll(2, 0)).abs()).mean(),
+    "beside a good one": lambda out: F.cross_entropy(out, Y) + 1e-3 * F.l1_loss(out, out[ORDER]),
+    "nearest": lambda out: ((out[:, None] - out).abs().mean(-1) + 1e3 * torch.eye(ROWS)).amin(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_losses_of_straight_pieces_in_which_examples_meet_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="with each other"):
+        check(PIECEWISE[name], "mean", CLASSIFIER, X)
+
+
+def test_the_first_derivatives_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check, "coupling", lambda *_: 0.0)
+    for loss in PIECEWISE.values():
+        check(loss, "mean", CLASSIFIER, X)
+
+
+REARRANGED: dict[str, Loss] = {
+    "rows in another order": lambda out: F.l1_loss(out[ORDER], X[ORDER]),
+    "sorted by their loss": lambda out: each(out).sort().values.mean(),
+    "two views of each": lambda out: F.l1_loss(torch.cat([out, 2 * out]), torch.cat([X, X])),
+    "hinge of each example's columns": lambda out: F.relu(1 - (out[:, :, None] - out[:, None])).mean(),
+    "ranking within each": lambda out: F.margin_ranking_loss(out[:, 0], out[:, 1], torch.ones(ROWS)),
+    "summed by group": lambda out: torch.zeros(3).index_add(0, GROUP, each(out).abs()).sum() / ROWS,
+    "matrix times losses": lambda out: (torch.ones(1, ROWS) / ROWS @ F.relu(out)).mean(),
+    "multi margin": lambda out: F.multi_margin_loss(out, Y),
+    "bce": lambda out: F.binary_cross_entropy_with_logits(out, X.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_losses_that_only_rearrange_are_accepted(name: str) -> None:
+    check(REARRANGED[name], "mean", CLASSIFIER, X)
+
+
+def test_as_many_examples_as_columns() -> None:
+    square = nn.Linear(CLASSES, ROWS)
+    check(lambda out: F.l1_loss(out, torch.zeros(ROWS, ROWS)), "mean", square, X)
+    check(lambda out: (out - out.mean(1, keepdim=True)).abs().mean(), "mean", square, X)
+    with pytest.raises(ValueError, match="with each other"):
+        check(lambda out: F.relu(out @ out.T).mean(), "mean", square, X)
+
+
+def in_place(*steps: Callable[[Tensor], Any]) -> Loss:
+    def loss(out: Tensor) -> Tensor:
+        value = F.cross_entropy(out, Y)
+        for step in steps:
+            step(value)
+        return value
+
+    return loss
+
+
+def test_arithmetic_in_place_is_read() -> None:
+    """The loss of a Hugging Face ``Trainer`` is divided in place."""
+    for linear in (
+        in_place(lambda v: v.div_(4)),
+        in_place(lambda v: v.div_(torch.tensor(4.0)), lambda v: v.add_(1)),
+        in_place(lambda v: v.mul_(0.5), lambda v: v.sub_(2), lambda v: v.neg_()),
+    ):
+        check(linear, "mean", CLASSIFIER, X)
+
+    def accumulated(out: Tensor) -> Tensor:
+        total = torch.zeros(())
+        total += F.cross_entropy(out, Y)
+        total /= 3
+        return total
+
+    def placed(out: Tensor) -> Tensor:
+        both = torch.zeros(2)
+        both[0], both[1] = F.cross_entropy(out, Y), out.pow(2).mean()
+        both[1] *= 0.1
+        return both.sum()
+
+    check(accumulated, "mean", CLASSIFIER, X)
+    check(placed, "mean", CLASSIFIER, X)
+    for bent in (in_place(lambda v: v.sqrt_()), in_place(lambda v: v.clamp_(max=1.0)), in_place(lambda v: v.exp_())):
+        with pytest.raises(ValueError, match="mixes examples"):
+            check(bent, "mean", CLASSIFIER, X)
 
 
 def test_a_loss_without_second_derivatives_can_be_trained_with() -> None:

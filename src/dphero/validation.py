@@ -66,7 +66,7 @@ def _mixes(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         return (
             "it normalises each example by the others of its batch, and its running statistics hold the data, whether "
-            "or not it is affine, frozen or in evaluation mode now; use GroupNorm"
+            "or not it is affine, frozen or in evaluation mode now; use GroupNorm (dphero.fix puts one in its place)"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "its running statistics hold the data; use track_running_stats=False"

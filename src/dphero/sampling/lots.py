@@ -113,8 +113,11 @@ class Lots:
         """
         if not self.captured:
             raise RuntimeError(
-                f"a batch of lot {self.next} was handed out but not back-propagated. Every batch that is drawn must "
-                "take part in a step, whatever its loss: skipping some by looking at the data is not private. Iterate "
+                f"a batch of lot {self.next} was handed out but not back-propagated before the next was asked for. "
+                "Call backward() once for every batch of the private loader. Losses of several batches cannot be added "
+                "up first: for larger lots give a larger expected_batch_size, and physical_batch_size if it does not "
+                "fit in memory. Nor can a batch be left out because of its loss: that tells what it holds, and is not "
+                "private. Iterate "
                 "over the loader anew to get this lot again. (To evaluate, iterate over an ordinary loader. And "
                 "only the model that was made private takes part, not a copy of it.)"
             )

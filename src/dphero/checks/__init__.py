@@ -1,0 +1,1 @@
+"""What is examined before a release: exact or refused."""
