@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dphero.blocks import describe
 from dphero.geometry import Geometry, identity
+from dphero.gradients.batch import GradientBatch
 from dphero.guidance import Block, Guidance, Released
-from dphero.tape import GradientBatch
 from dphero.taps import Taps
 
 Batch = tuple[Tensor, ...]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dphero.clipping import Adaptive, Clipping, make_clipping, total
 from dphero.geometry import identity
+from dphero.gradients.batch import GradientBatch
 from dphero.lot_sum import LotSum
 from dphero.pieces import Explicit
-from dphero.tape import GradientBatch
 from tests.trainer import same
 
 RULES = ["flat", "per_layer", "automatic", "adaptive"]

@@ -14,10 +14,10 @@ from dphero import compiling, graphs, recording
 from dphero.compiling import Compiled, taken_apart
 from dphero.factors import Diagonal
 from dphero.geometry import identity
+from dphero.gradients.batch import GradientBatch
 from dphero.guidance import PCA
 from dphero.pieces import Bias, Outer
 from dphero.precision import _PRODUCTS
-from dphero.tape import GradientBatch
 from dphero.taps import Taps
 from tests.models import test_zoo as zoo
 from tests.models.zoo import CASES

@@ -13,10 +13,11 @@ from torch import Tensor
 from dphero import pieces as module
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry import Geometry, identity
+from dphero.gradients.batch import GradientBatch
 from dphero.layers.convolution import conv_piece, convolution_arguments
 from dphero.lengths import rank_one_norms
 from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine
-from dphero.tape import GradientBatch, Tape
+from dphero.tape import Tape
 
 KINDS = ["outer", "rows", "explicit"]
 seeds = st.integers(0, 10_000)

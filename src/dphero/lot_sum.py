@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dphero.clipping import Clipping
-from dphero.tape import GradientBatch
+from dphero.gradients.batch import GradientBatch
 from dphero.transfer import Fetched
 
 __all__ = ["Diagnostics", "LotSum"]

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dphero.compiling import Compiled, taken_apart
+from dphero.gradients.batch import GradientBatch
 from dphero.live import LiveGeometry
 from dphero.pieces import Piece
 from dphero.shared import plain
-from dphero.tape import GradientBatch, Tape
+from dphero.tape import Tape
 
 if TYPE_CHECKING:
     from dphero.taps import Taps

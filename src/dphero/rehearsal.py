@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from dphero.geometry import identity
+from dphero.gradients.batch import GradientBatch
 from dphero.plan import Plan, Unforeseen
 from dphero.shared import Shared, plain
-from dphero.tape import GradientBatch, Tape
+from dphero.tape import Tape
 from dphero.untouched import Untouched
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dphero.gradients.batch import GradientBatch
 from dphero.loss_check import LossCheck
 from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism
 from dphero.sampling import Lots, Sampler
-from dphero.tape import GradientBatch
 from dphero.taps import Taps
 
 __all__ = ["Run", "require_free"]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from dphero.gradients.batch import PieceMaker
 from dphero.layers import Rule, find_rule
-from dphero.tape import PieceMaker
 
 if TYPE_CHECKING:
     from dphero.taps import Taps

@@ -1,60 +1,25 @@
-"""What one backward pass leaves behind: the per-example gradients of one physical batch, as pieces."""
+"""The tape: what layers report during one backward pass, gathered into the per-example gradients of the batch."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dphero.geometry import Geometry
+from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.lengths import Lengths, rank_one_norms
 from dphero.pieces import Bias, Explicit, Outer, Piece, combine
 from dphero.pooling import pool
 from dphero.precision import exactly
 
-__all__ = ["GradientBatch", "PieceMaker", "Tape"]
+__all__ = ["Tape"]
 
 _SMALL = 4096
 """Parameters up to this size are pooled: on them, the number of operations costs more than the arithmetic."""
-
-PieceMaker = Callable[..., dict[str, Piece]]
-"""``(output_gradient, *saved) -> {parameter name: piece}``, every tensor with the batch axis first."""
-
-
-@dataclass
-class GradientBatch:
-    """The per-example gradients of one physical batch.
-
-    Attributes:
-        rows: Number of examples n.
-        pieces: One piece for each parameter that the backward pass reached.
-        square_norms: ‖A⁻¹ g_i‖² of each of them, of shape ``(n,)``.
-    """
-
-    rows: int
-    pieces: dict[str, Piece]
-    square_norms: dict[str, Tensor]
-
-    def stacked_norms(self) -> Tensor:
-        """Return the square norms of all parameters, in their order, of shape ``(parameters, n)``."""
-        return torch.stack(list(self.square_norms.values()))
-
-    def weighted_sums(
-        self, weights: Mapping[str, Tensor], keep: Tensor | None, *, final: bool = False
-    ) -> dict[str, Tensor]:
-        """Return Σ_i weights_i g_i of each parameter, over the examples that ``keep`` names (``None``: over all).
-
-        If these sums are ``final``, each piece is gone as soon as it is summed, and its memory is free for the next.
-        """
-        found = {}
-        for name in list(self.pieces):
-            piece = self.pieces.pop(name) if final else self.pieces[name]
-            found[name] = (piece if keep is None else piece.take(keep)).weighted_sum(weights[name])
-        return found
 
 
 class Tape:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dphero.geometry import Geometry
+from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.graphs import Graphs
 from dphero.layout import Layout, arrange
 from dphero.maxpool import halves, max_pool
@@ -33,7 +34,7 @@ from dphero.plan import Key, Notes, Plan, Recording, Unforeseen
 from dphero.probe import probe
 from dphero.shared import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
 from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
-from dphero.tape import GradientBatch, PieceMaker, Tape
+from dphero.tape import Tape
 from dphero.untouched import buffer_name
 
 __all__ = ["Call", "Site", "Taps"]

@@ -31,9 +31,9 @@ from torch import Tensor
 from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
 from dphero.accounting.search import safe_value
 from dphero.clipping import Flat, total
+from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, poisson
-from dphero.tape import GradientBatch
 from dphero.validation import one_of, positive, whole
 
 __all__ = ["DPGED"]

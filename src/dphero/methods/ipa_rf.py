@@ -30,9 +30,9 @@ from dphero.accounting import CalibrationError, IndividualFilter
 from dphero.accounting.accountants import filter_price
 from dphero.accounting.filters import WHOLE_ORDERS, filter_size
 from dphero.accounting.moments import gaussian_log_moments, poisson_divergence
+from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, poisson
-from dphero.tape import GradientBatch
 
 __all__ = ["IPARF"]
 

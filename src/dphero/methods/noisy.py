@@ -13,12 +13,12 @@ from torch import Tensor
 from dphero.accounting import Event
 from dphero.clipping import Clipping
 from dphero.geometry import identity
+from dphero.gradients.batch import GradientBatch
 from dphero.lot_sum import LotSum
 from dphero.methods.base import Card, Task
 from dphero.methods.own import OwnTrainer, key_of
 from dphero.noise import FastNoise, SecureNoise
 from dphero.sampling import PoissonSampler, Sampler
-from dphero.tape import GradientBatch
 from dphero.taps import Taps
 from dphero.validation import require_private_modules, trained_parameters
 

@@ -1,0 +1,1 @@
+"""Per-example gradients that are not formed unless that is cheaper: their norms and weighted sums."""
