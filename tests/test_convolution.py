@@ -12,8 +12,8 @@ from torch import Tensor
 from dphero import room as room_module
 from dphero.factors import Dense
 from dphero.geometry import Geometry, identity
-from dphero.layers import convolution as module
-from dphero.layers.convolution import Convolution, convolution_arguments
+from dphero.gradients import convolution as module
+from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.room import Room
 from tests.trainer import training
 

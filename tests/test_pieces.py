@@ -14,7 +14,7 @@ from dphero import pieces as module
 from dphero.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry import Geometry, identity
 from dphero.gradients.batch import GradientBatch
-from dphero.layers.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.lengths import rank_one_norms
 from dphero.pieces import Bias, Explicit, Outer, Piece, Rows, combine
 from dphero.tape import Tape

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from dphero import PrivacyEngine, engine, lengths, loss_check, pieces, run, sampling, validation
 from dphero.clipping import Flat
 from dphero.geometry import identity
+from dphero.gradients import convolution
 from dphero.gradients.batch import GradientBatch
-from dphero.layers import convolution
-from dphero.layers.convolution import Convolution, convolution_arguments
+from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.lot_sum import LotSum
 from dphero.pieces import Explicit
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader

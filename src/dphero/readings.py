@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.layers.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.pieces import Explicit, Outer, Piece, Rows
 
 __all__ = ["SIMPLER", "Reading", "read"]

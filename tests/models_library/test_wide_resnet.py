@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from dphero.geometry import Geometry, identity
+from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.guidance import PCA
 from dphero.layers import registry
-from dphero.layers.convolution import Convolution, convolution_arguments
 from dphero.models import wide_resnet
 from dphero.models.wide_resnet import Standardised, StandardisedConv2d
 from tests.oracle import check, compare, guided, micro_batches, tapped, trained

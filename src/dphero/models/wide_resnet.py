@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from dphero.factors import Scalar
 from dphero.geometry import Geometry, identity
+from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.layers import register
-from dphero.layers.convolution import Convolution, convolution_arguments
 from dphero.pieces import Explicit, Piece
 from dphero.precision import products_in
 from dphero.room import Room
