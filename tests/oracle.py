@@ -12,6 +12,7 @@ from dphero.blocks import describe
 from dphero.geometry import Geometry, identity
 from dphero.gradients.batch import GradientBatch
 from dphero.guidance import Block, Guidance, Released
+from dphero.probe import probe
 from dphero.taps import Taps
 
 Batch = tuple[Tensor, ...]
@@ -53,6 +54,7 @@ class Tapped:
             geometry=lambda: {**isotropic, **(geometry or {})},
             rows=lambda: self.rows,
             consume=self.found.append,
+            examine=probe,
         )
 
     def __enter__(self) -> Tapped:

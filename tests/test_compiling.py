@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from dphero.compiling import Compiled, taken_apart
 from dphero.factors import Diagonal
 from dphero.geometry import identity
 from dphero.gradients.batch import GradientBatch
+from dphero.graphs import Graphs
 from dphero.guidance import PCA
 from dphero.pieces import Bias, Outer
 from dphero.precision import _PRODUCTS
+from dphero.probe import probe
 from dphero.taps import Taps
 from tests.models import test_zoo as zoo
 from tests.models.zoo import CASES
@@ -102,8 +105,8 @@ def test_gradients_are_those_of_micro_batches(name: str, monkeypatch: pytest.Mon
         geometry=lambda: geometry,
         rows=lambda: len(batch[0]),
         consume=found.append,
-        cuda_graphs="compiled",
-        usual_rows=len(batch[0]),
+        examine=probe,
+        replay=partial(Graphs, rows=len(batch[0]), compiled=True),
     )
     zoo.loss(module, *batch).backward()
     taps.detach()

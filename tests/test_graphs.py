@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from torch.utils.data import TensorDataset
 from dphero import PrivacyEngine, graphs, recording, room
 from dphero.factors import Dense, Diagonal, LowRank, Scalar
 from dphero.geometry import Geometry, identity
+from dphero.graphs import Graphs
 from dphero.guidance import PCA, History, Isotropic
 from dphero.live import LiveGeometry
 from dphero.models import NAMES, FeatureModel, build
+from dphero.probe import probe
 from dphero.taps import Taps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -258,8 +261,8 @@ def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings:
         geometry=lambda: isotropic,
         rows=lambda: rows[0],
         consume=found.append,
-        cuda_graphs=True,
-        usual_rows=30,
+        examine=probe,
+        replay=partial(Graphs, rows=30),
     )
 
     def run(count: int) -> tuple[bool, bool]:

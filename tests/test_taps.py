@@ -24,6 +24,7 @@ import dphero
 from dphero.geometry import identity
 from dphero.layers import registry
 from dphero.pieces import Explicit
+from dphero.probe import probe
 from dphero.sites import swapped
 from dphero.taps import Taps
 from tests.models.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
@@ -122,7 +123,7 @@ def test_parameters_that_are_not_trained_get_no_gradient() -> None:
     found: list[Any] = []
     parameters = {"1.weight": model[1].weight}
     geometry = {"1.weight": identity((4, 6))}
-    taps = Taps(model, parameters, geometry=lambda: geometry, rows=lambda: 5, consume=found.append)
+    taps = Taps(model, parameters, geometry=lambda: geometry, rows=lambda: 5, consume=found.append, examine=probe)
     mean_loss(model, batch).backward()
     taps.detach()
     assert all(parameter.grad is None for parameter in model.parameters())

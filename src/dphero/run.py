@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dphero.gradients.batch import GradientBatch
+from dphero.graphs import Graphs
 from dphero.loss_check import LossCheck
 from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism
+from dphero.probe import probe
 from dphero.sampling import Lots, Sampler
 from dphero.taps import Taps
 
@@ -62,8 +65,8 @@ class Run:
             rows=self._rows,
             consume=self._consume,
             returned=self._loss_check.watch,
-            cuda_graphs=cuda_graphs,
-            usual_rows=usual_rows,
+            examine=probe,
+            replay=partial(Graphs, rows=usual_rows, compiled=cuda_graphs == "compiled") if cuda_graphs else None,
         )
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         # the private gradients, as they were put into .grad; they live no longer than the user keeps them there

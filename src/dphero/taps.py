@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dphero.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
-from dphero.graphs import Graphs
 from dphero.layout import Layout, arrange
 from dphero.maxpool import halves, max_pool
 from dphero.meetings import attached, follow
@@ -31,16 +30,25 @@ from dphero.operation import Operation
 from dphero.pieces import Piece
 from dphero.places import place_in_code
 from dphero.plan import Key, Notes, Plan, Recording, Unforeseen
-from dphero.probe import probe
 from dphero.shared import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
 from dphero.sites import Call, Site, Slot, eager, find_sites, replace_forward, swapped
 from dphero.tape import Tape
 from dphero.untouched import buffer_name
 
-__all__ = ["Call", "Site", "Taps"]
+__all__ = ["Call", "Examine", "Replay", "Site", "Taps"]
+
+Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], Plan]
+"""Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
 
 _ATTEMPTS = 8
 """How often a model that makes new calls is examined again before it is refused (it may drop layers at random)."""
+
+
+class Replay(Protocol):
+    """Runs recorded passes of a model instead of its code."""
+
+    def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
+        """Run one forward pass; return ``NotImplemented`` where the model itself must run."""
 
 
 class Taps:
@@ -53,8 +61,8 @@ class Taps:
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
         returned: Sees what the model returns, and may put something else in its place.
-        cuda_graphs: Record passes and replay them (:mod:`dphero.graphs`), ``"compiled"``: after compiling them.
-        usual_rows: How many rows a physical batch rarely exceeds: those of a recording.
+        examine: Called for the first batch, and whenever the model does what it had not done before.
+        replay: Makes what runs recorded passes, if any are to be recorded.
 
     Attributes:
         plan: What was learned about where each call carries the examples.
@@ -72,19 +80,20 @@ class Taps:
         geometry: Callable[[], Mapping[str, Geometry]],
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
+        examine: Examine,
         returned: Callable[[Any], Any] = lambda out: out,
-        cuda_graphs: bool | Literal["compiled"] = False,
-        usual_rows: int = 0,
+        replay: Callable[[Taps], Replay] | None = None,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
+        self._examine = examine
         self.plan: Plan | None = None
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
         self._notes: Notes | None = None
         self.stack: list[Site] = []
         self._shared: dict[int, Shared] = {}
-        self._graphs = Graphs(self, usual_rows, compiled=cuda_graphs == "compiled") if cuda_graphs else None
+        self._replay = None if replay is None else replay(self)
         self.sites = find_sites(module, parameters)
         self._names = {
             id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()
@@ -110,7 +119,7 @@ class Taps:
         """Give every module its own ``forward`` back."""
         while self._undo:
             self._undo.pop()()
-        self._graphs = None
+        self._replay = None
         self.clear()
 
     @contextmanager
@@ -143,21 +152,21 @@ class Taps:
             written = {name for name, version in after.items() if before.get(name) != version}
             assert self.plan is not None
             if not written <= self.plan.written:  # not so when the model was examined
-                self.plan = self.plan.joined(probe(self, args, kwargs, self._rows()))
+                self.plan = self.plan.joined(self._examine(self, args, kwargs, self._rows()))
         return self._returned(out)
 
     def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         if self.plan is None or not self.plan.examples_independent:
-            self.plan = probe(self, args, kwargs, rows)
+            self.plan = self._examine(self, args, kwargs, rows)
         elif self.plan.axes(structure, leaves, rows) is None:
-            self.plan = self.plan.joined(probe(self, args, kwargs, rows))
+            self.plan = self.plan.joined(self._examine(self, args, kwargs, rows))
         for attempt in range(_ATTEMPTS + 1):
             try:
-                if self._graphs is not None:
+                if self._replay is not None:
                     axes = self.plan.axes(structure, leaves, rows)
                     assert axes is not None
-                    out = self._graphs.run(leaves, axes, structure, rows)
+                    out = self._replay.run(leaves, axes, structure, rows)
                     if out is not NotImplemented:
                         return out
                 tape = self.tape
@@ -170,7 +179,7 @@ class Taps:
                     raise RuntimeError(
                         f"{error}. A private model must make the same calls for every batch of one shape."
                     ) from None
-                self.plan = self.plan.joined(probe(self, args, kwargs, rows))
+                self.plan = self.plan.joined(self._examine(self, args, kwargs, rows))
         raise AssertionError
 
     def _require_known_parameters(self) -> None:

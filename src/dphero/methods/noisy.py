@@ -18,6 +18,7 @@ from dphero.lot_sum import LotSum
 from dphero.methods.base import Card, Task
 from dphero.methods.own import OwnTrainer, key_of
 from dphero.noise import FastNoise, SecureNoise
+from dphero.probe import probe
 from dphero.sampling import PoissonSampler, Sampler
 from dphero.taps import Taps
 from dphero.validation import require_private_modules, trained_parameters
@@ -83,6 +84,7 @@ class NoisyTrainer(OwnTrainer):
             geometry=lambda: shapes,
             rows=lambda: self._rows,
             consume=self._received.append,
+            examine=probe,
         )
 
     @property
