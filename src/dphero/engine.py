@@ -397,7 +397,8 @@ class PrivacyEngine:
             extra: Whatever else the caller wants back from :meth:`load`: tensors and plain values.
         """
         state = {**self._attached.state_dict(), "notes": list(self._notes), "used_keys": sorted(self._used)}
-        checkpoint.save(path, state, scheduler, extra)
+        with self._attached.lots.generators.set_aside():  # a resumed run draws a batch's random numbers anew
+            checkpoint.save(path, state, scheduler, extra)
 
     def load(self, path: str | PathLike[str], *, scheduler: Any = None) -> dict[str, Any]:
         """Continue a saved run, exactly as it would have gone on.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from dphero.gradients.batch import GradientBatch
@@ -68,6 +68,8 @@ class Run:
             examine=probe,
             replay=partial(Graphs, rows=usual_rows, compiled=cuda_graphs == "compiled") if cuda_graphs else None,
         )
+        attributes = [value for child in module.modules() for value in vars(child).values()]
+        lots.generators.own = [value for value in attributes if isinstance(value, Generator)]
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         # the private gradients, as they were put into .grad; they live no longer than the user keeps them there
         self._handed: dict[str, weakref.ref[Tensor]] = {}
@@ -101,6 +103,7 @@ class Run:
                 "the private model was called in training mode without a batch of the private loader; iterate over the "
                 "loader that make_private returned, or use `with engine.paused():` for other data"
             )
+        self.lots.generators.hold()
         return batch.rows
 
     def _rows_in_work(self) -> int | None:

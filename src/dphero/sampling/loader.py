@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dphero.sampling.lots import Lots, PhysicalBatch
-from dphero.sampling.samplers import Sampler, generator_of
+from dphero.sampling.randomness import SeededWorker, secret
+from dphero.sampling.samplers import Sampler
 from dphero.transfer import to_device
 
 __all__ = ["PrivateLoader"]
@@ -66,22 +68,27 @@ class PrivateLoader:
         stop = start + len(self) - start % len(self)
         queue: deque[PhysicalBatch] = deque()
         batches = self._fetch(self._chunks(range(start, stop), queue))
-        for _ in range(start, stop):
-            self._before_lot()
-            last = False
-            while not last:
-                batch = next(batches)
-                physical = queue.popleft()
-                if not physical.real:
-                    batch = tree_map(_blank, batch)
-                self._before_batch()
-                self.lots.deliver(physical)
-                yield batch
-                self.lots.require_open()
-                if iteration != self._iterations:
-                    raise RuntimeError("a newer iteration over the private loader has begun; finish that one")
-                self.lots.require_captured()
-                last = physical.last
+        try:
+            for lot in range(start, stop):
+                self._before_lot()
+                for part in count():
+                    self.lots.generators.begin(secret(self.sampler.key, lot, part))
+                    batch = next(batches)
+                    physical = queue.popleft()
+                    if not physical.real:
+                        batch = tree_map(_blank, batch)
+                    self._before_batch()
+                    self.lots.deliver(physical)
+                    yield batch
+                    self.lots.require_open()
+                    if iteration != self._iterations:
+                        raise RuntimeError("a newer iteration over the private loader has begun; finish that one")
+                    self.lots.require_captured()
+                    if physical.last:
+                        break
+        finally:
+            if iteration == self._iterations:  # else it is a newer iteration that has a batch in hand
+                self.lots.generators.end()
 
     def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
         """Yield the examples of each physical batch; for an empty lot the first one, which is then blanked out."""
@@ -117,9 +124,12 @@ class PrivateLoader:
             options = {name: getattr(source, name) for name in names}
             if workers:
                 options["prefetch_factor"] = source.prefetch_factor
-        # A generator of its own: without one, each new iteration (a resumed epoch is one) would take a number
-        # from torch's global generator, and dropout would no longer be that of the unbroken run.
-        seed = int(generator_of(self.sampler.key, self.lots.next, purpose=1).integers(1 << 63))
+                options["worker_init_fn"] = SeededWorker(
+                    secret(self.sampler.key, self.lots.next), source.worker_init_fn
+                )
+        # A generator of its own: without one, each new iteration (a resumed epoch is one) would take a number from
+        # torch's global generator, and what is drawn afterwards would no longer be that of the unbroken run.
+        seed = int.from_bytes(secret(self.sampler.key, self.lots.next)[:7])
         generator = torch.Generator().manual_seed(seed)
         numbers: Any = (chunk.tolist() for chunk in chunks)
         yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=self._collate, generator=generator, **options)

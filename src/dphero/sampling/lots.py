@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from dphero.sampling.randomness import SecretGenerators
+
 __all__ = ["Lots", "PhysicalBatch"]
 
 
@@ -31,18 +33,22 @@ class Lots:
         current: The physical batch in the user's hands; the last one stays here until another is delivered.
         captured: Whether the gradients of that batch have been taken.
         spoiled: Whether something went wrong as they were, so that the lot has to begin anew.
+        generators: Random numbers for the batch in the user's hands: secret until its gradients have been taken.
     """
 
     def __init__(self) -> None:
         self._closed = False
+        self.generators = SecretGenerators()
         self.restart(0)
 
     def close(self) -> None:
         """Hand out nothing any more: nobody takes gradients, or adds noise."""
+        self.generators.end()
         self._closed = True
 
     def restart(self, lot: int) -> None:
         """Stand before a lot, with nothing in the user's hands."""
+        self.generators.end()
         self.next, self.captured, self.spoiled = lot, False, False
         self.current: PhysicalBatch | None = None
         self._process = os.getpid()
@@ -99,6 +105,7 @@ class Lots:
                 "backward() once for each batch of the private loader."
             )
         self.captured = True
+        self.generators.end()
         return self.pending
 
     def spoil(self) -> None:

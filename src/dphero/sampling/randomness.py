@@ -1,0 +1,161 @@
+"""Secret random numbers while a batch is in the user's hands: augmentation, dropout, whatever the loop draws.
+
+Dropout masks belong to rows, not to examples: one record more, and everybody behind it gets another mask. That is
+harmless as long as nobody knows the masks: whatever they are, one record less with the same masks for others is just
+as likely. Under ``torch.manual_seed(0)`` everybody knows them, and one record moves the sum by far more than the clip
+norm.
+
+So the global generators (torch on all devices, numpy, Python) start from a secret for each physical batch, when the
+loader fetches it, and are put back when its gradients have been taken. The secret is a function of the sampler's key,
+of the lot and of the batch: a resumed run draws what the unbroken one would have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch.utils.data import get_worker_info
+
+__all__ = ["SecretGenerators", "SeededWorker", "secret"]
+
+_WORDS = 624
+"""32-bit words in the state of a Mersenne twister, which torch (on the CPU), numpy and Python use."""
+_FIRST_WORD = 3
+"""Where they begin in the state of a torch generator, read as 64-bit words: one word in each."""
+
+
+def secret(key: int | None, *numbers: int) -> bytes:
+    """Return a secret that belongs to these numbers: a function of the key, or fresh if there is none."""
+    if key is None:
+        return secrets.token_bytes(32)
+    return hashlib.blake2b(f"random numbers of {numbers}, {key}".encode(), digest_size=32).digest()
+
+
+class SecretGenerators:
+    """Swaps what the process's random generators draw, and puts back what they would have drawn.
+
+    Not reached: generators that a data set or a loop makes for itself from a known seed, and code that seeds a global
+    generator and draws from it in one breath.
+
+    Attributes:
+        own: Generators that belong to the model.
+    """
+
+    def __init__(self) -> None:
+        self.own: list[torch.Generator] = []
+        self._restore: Callable[[], None] | None = None
+        self._source = b""
+        self._seed = 0
+        self._calls = 0
+        self._numpy = np.random.MT19937(0)
+
+    def begin(self, source: bytes) -> None:
+        """Let all generators draw from a secret, until :meth:`end`."""
+        self.end()
+        self._source, self._calls = source, 0
+        self._swap(source)
+
+    def end(self) -> None:
+        """Put the generators back to where they were; if somebody has seeded torch meanwhile, that stands."""
+        restore, self._restore = self._restore, None
+        if restore is not None and not self._reseeded():
+            restore()
+
+    def hold(self) -> None:
+        """Called before the model runs: if somebody has seeded torch since the batch came, draw from a secret again."""
+        if self._restore is not None and self._reseeded():
+            self._calls += 1
+            self._swap(hashlib.blake2b(self._source + bytes([self._calls % 256]), digest_size=32).digest())
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the generators stand, inside a ``with`` block, where they will stand after :meth:`end`."""
+        if self._restore is None or self._reseeded():
+            yield
+            return
+        ours, restore = _remember(self._generators()), self._restore
+        restore()
+        try:
+            yield
+        finally:
+            ours()
+
+    def _generators(self) -> list[torch.Generator]:
+        devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        return [torch.default_generator, *devices, *self.own]
+
+    def _reseeded(self) -> bool:
+        return any(generator.initial_seed() != self._seed for generator in self._generators())
+
+    def _swap(self, source: bytes) -> None:
+        generators = self._generators()
+        self._restore = _remember(generators)
+        if mtrand.get_bit_generator() is self._numpy:  # it was seeded by somebody else, and is his now
+            self._numpy = np.random.MT19937(0)
+        mtrand.set_bit_generator(self._numpy)  # to copy the state of the one that is there takes longer
+        self._seed = _start(source, generators)
+
+
+class SeededWorker:
+    """What a worker of a loader does first: the user's own function, then a secret for its generators.
+
+    Args:
+        source: A secret.
+        initialise: The ``worker_init_fn`` of the user's loader.
+    """
+
+    def __init__(self, source: bytes, initialise: Callable[[int], None] | None) -> None:
+        self._source, self._initialise = source, initialise
+
+    def __call__(self, number: int) -> None:
+        """Run in the worker of this number."""
+        assert get_worker_info() is not None
+        sources = [hashlib.blake2b(self._source + bytes([when]) + number.to_bytes(4)).digest() for when in (0, 1)]
+        _start(
+            sources[0], [torch.default_generator]
+        )  # what the user's function makes of torch.initial_seed() is secret
+        if self._initialise is not None:
+            self._initialise(number)
+        _start(sources[1], [torch.default_generator])
+
+
+def _start(source: bytes, generators: list[torch.Generator]) -> int:
+    """Let generators start from a secret, torch's all with one number for a seed; return that number.
+
+    On the CPU torch uses 32 bits of a seed, which can be tried out one after another. So the whole state is set there.
+    """
+    stream = hashlib.shake_128(source).digest(4 * _WORDS + 8 + 16 + 16)
+    words = np.frombuffer(stream, dtype=np.uint32, count=_WORDS)
+    rest = stream[4 * _WORDS :]
+    seed = int.from_bytes(rest[:8]) >> 1
+    for generator in generators:
+        generator.manual_seed(seed)
+        if generator.device.type == "cpu":
+            state = generator.get_state()
+            state.numpy().view(np.int64)[_FIRST_WORD : _FIRST_WORD + _WORDS] = words
+            generator.set_state(state)
+    np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
+    random.seed(rest[24:])
+    return seed
+
+
+def _remember(generators: list[torch.Generator]) -> Callable[[], None]:
+    """Return what puts the generators, numpy's and Python's among them, back to where they are now."""
+    states = [generator.get_state() for generator in generators]
+    numpy_generator = mtrand.get_bit_generator()
+    python_state = random.getstate()
+
+    def restore() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        mtrand.set_bit_generator(numpy_generator)
+        random.setstate(python_state)
+
+    return restore
