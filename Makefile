@@ -8,13 +8,14 @@ LOWEST := .venv-lowest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-lowest bench lint format clean
+.PHONY: help setup demo test test-slow test-models test-lowest bench lint format clean
 
 help:
 	@echo "make setup        create .venv with everything (once, a few minutes)"
 	@echo "make demo         train a small private model and print what it cost"
 	@echo "make test         lint, format check, types, fast tests"
 	@echo "make test-slow    the slow tests and those that need real data sets"
+	@echo "make test-models  models of transformers, timm, peft and diffusers, which it installs"
 	@echo "make test-lowest  the fast tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make bench        every script in benchmarks/"
 	@echo "make lint         ruff and mypy only"
@@ -40,9 +41,15 @@ test: lint
 test-slow: setup
 	@$(BIN)/python -m pytest -q -m "slow or realdata"
 
+# timm alone: the torchvision that it asks for may bring another torch along, and its models do not need it
+test-models: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all,models]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps timm
+	@$(BIN)/python -m pytest -q -m models
+
 test-lowest:
 	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[all]'
+	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[demo,experiments,dev]'
 	@$(LOWEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 bench: setup

@@ -1,0 +1,94 @@
+"""Models of well-known libraries: each is exact, or refused for the reason that is written down here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.libraries.cases import CASES
+from tests.libraries.verdict import TOLERANCE, examine
+
+REFUSED = {
+    "torch/BatchNorm": r"normalises each example by the others.*dphero\.fix",
+    "transformers/ResNet": r"normalises each example by the others.*dphero\.fix",
+    "timm/ResNet-18": r"normalises each example by the others.*dphero\.fix",
+    "timm/XCiT": r"normalises each example by the others.*dphero\.fix",
+    "transformers/CLIP (contrast over the batch)": "do not carry the examples in one axis",
+}
+"""What cannot be private, and what must be said of it."""
+
+NOT_YET = {
+    "torch/Gradient checkpointing": "Gradient checkpointing is not supported",
+    "torch/Gradient checkpointing, reentrant": "Gradient checkpointing is not supported",
+    "torch/A dataclass as output": "no tensor is found in it",
+    "torch/A dataclass as input": "the model was called with shapes",
+    "transformers/Bert, gradient checkpointing": "Gradient checkpointing is not supported",
+    "transformers/GPT-2, gradient checkpointing": "Gradient checkpointing is not supported",
+    "transformers/Llama, gradient checkpointing": "Gradient checkpointing is not supported",
+    "peft/LoRA on Llama, gradient checkpointing": "called by itself",
+    "transformers/GPT-2, labels=": "number of targets that are not ignore_index",
+    "transformers/Llama, labels=": "number of targets that are not ignore_index",
+    "peft/LoRA on Llama, labels=": "number of targets that are not ignore_index",
+    "transformers/Deberta": "in-place operation",
+    "transformers/Deberta v2": "what repeat does",
+    "transformers/Deberta v3 (shared, buckets)": "what repeat does",
+    "transformers/Swin v2": "in-place operation",
+    "timm/Swin v2": "in-place operation",
+    "transformers/Mixtral": "MixtralExperts",
+    "transformers/Mixtral, eager experts": "MixtralExperts",
+    "transformers/Mixtral, router loss": "MixtralExperts",
+    "transformers/Qwen2-MoE": "Qwen2MoeExperts",
+    "transformers/GPT-OSS": "GptOssExperts",
+    "transformers/T5": "what scaled_dot_product_attention does",
+    "transformers/T5, padded": "the shape of its output depends on the other examples",
+    "transformers/T5, labels=": "what scaled_dot_product_attention does",
+    "transformers/mT5": "what scaled_dot_product_attention does",
+    "transformers/Wav2Vec2, time masking": "its code cannot be followed",
+    "transformers/WavLM": "what multi_head_attention_forward does",
+    "peft/LoHa": "custom autograd function",
+    "peft/LoHa, random start": "custom autograd function",
+}
+"""What could be private, and is refused so far."""
+
+POPULAR = [
+    "transformers/Bert, labels=",
+    "transformers/Roberta",
+    "transformers/DistilBert",
+    "transformers/GPT-2",
+    "transformers/Llama",
+    "transformers/Qwen3",
+    "transformers/Bart, padded",
+    "transformers/ViT",
+    "transformers/ResNet",
+    "transformers/CLIP (contrast over the batch)",
+]
+"""Those that the fast tests try: transformers alone, about a second each."""
+
+NOISE = ("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def check(name: str) -> None:
+    if importlib.util.find_spec(name.partition("/")[0]) is None:
+        pytest.skip(f"{name.partition('/')[0]} is not installed (make test-models)")
+    verdict = examine(CASES[name])
+    expected = (REFUSED | NOT_YET).get(name)
+    if expected is not None:
+        assert not verdict.exact and re.search(expected, verdict.reason), verdict
+    else:
+        assert verdict.exact, verdict.reason
+        assert verdict.error <= TOLERANCE
+
+
+@pytest.mark.filterwarnings(*NOISE)
+@pytest.mark.parametrize("name", [*(name for name in CASES if name.startswith("torch/")), *POPULAR])
+def test_popular_models_are_exact_or_refused(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.models
+@pytest.mark.filterwarnings(*NOISE)
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_is_exact_or_refused(name: str) -> None:
+    check(name)
