@@ -38,6 +38,7 @@ __all__ = [
     "has_zip_seal",
     "open_for_lock",
     "open_json",
+    "open_regular",
     "open_tensors",
     "open_text",
     "open_zip",
@@ -124,7 +125,7 @@ def read_bytes(path: str | PathLike[str], *, follow: bool = True) -> bytes:
         OSError: If it cannot be read, or is not there.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    with open(_open_regular(path, flags, 0), "rb") as file:
+    with open(open_regular(path, flags, 0), "rb") as file:
         return file.read()
 
 
@@ -135,10 +136,16 @@ def open_for_lock(path: str | PathLike[str]) -> int:
         ValueError: If there is something else than a regular file.
         OSError: If it cannot be opened.
     """
-    return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def _open_regular(path: str | PathLike[str], flags: int, mode: int) -> int:
+def open_regular(path: str | PathLike[str], flags: int, mode: int = 0o600) -> int:
+    """Return a descriptor of a regular file, opened with ``O_NONBLOCK`` among the flags: a pipe is not waited for.
+
+    Raises:
+        ValueError: If it is something else, or a symbolic link while the flags forbid to follow one.
+        OSError: If it cannot be opened.
+    """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from dphero.validation import one_of, positive, whole
 
-__all__ = ["Recipe", "load", "merge"]
+__all__ = ["Recipe", "load", "merge", "parse"]
 
 Optimizer = Literal["sgd", "adam"]
 
@@ -130,9 +130,14 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
         OSError: If it cannot be read.
         ValueError: If it is not TOML, or names a field that recipes do not have.
     """
+    return parse(Path(path).read_bytes(), path)
+
+
+def parse(contents: bytes, path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the fields that the contents of a TOML file set; errors as :func:`load`, which name the file."""
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+        values = tomllib.loads(contents.decode())
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from error
     _require_known(values, str(path))
     return values

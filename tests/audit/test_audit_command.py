@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dphero._files import seal_json
 from dphero.audit.faults import FAULTS
 from dphero.audit.membership import Roc
 from dphero.audit.report import Report, plot_roc, save
@@ -134,9 +135,12 @@ def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, monkeypatch:
 
 
 def changed(finished: Path, to: Path, name: str, **changes: Any) -> RunDirectory:
-    """A copy of the run in which one of its files says something else."""
-    shutil.copytree(finished, to, ignore=shutil.ignore_patterns("audit", "tensorboard"))
+    """A copy of the run in which one of its files says something else, and says it on purpose: the digests agree."""
+    if not to.exists():
+        shutil.copytree(finished, to, ignore=shutil.ignore_patterns("audit", "tensorboard"))
     (to / name).write_text(json.dumps({**json.loads((to / name).read_text()), **changes}))
+    result = json.loads((to / "result.json").read_text())
+    (to / "result.json").write_text(json.dumps(seal_json({**result, "files": {}})))
     return RunDirectory.open(to)
 
 
@@ -158,9 +162,7 @@ def test_the_ledger_of_a_run_must_agree_with_it(finished: Path, tmp_path: Path) 
     short = changed(finished, tmp_path / "short", "ledger.json", events=[{**event, "count": 4}])
     missing, steps = check_ledger(short).problems
     assert "it printed more than its ledger costs" in missing and steps == "14 of its 18 steps are not on its ledger"
-    (tmp_path / "short" / "result.json").write_text(
-        json.dumps({**json.loads((finished / "result.json").read_text()), "steps": 4, "epsilon": 1.9})
-    )
+    changed(finished, tmp_path / "short", "result.json", steps=4, epsilon=1.9)
     assert "14 of its 18 steps are not on its ledger" in check_ledger(short).problems  # its metrics remember them
     quiet = changed(finished, tmp_path / "quiet", "ledger.json", events=[{**event, "noise_multiplier": 0.7}])
     assert check_ledger(quiet).problems == ("it printed less than its ledger costs",)

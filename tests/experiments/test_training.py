@@ -70,9 +70,10 @@ def test_a_run_directory_tells_the_whole_story(unbroken):
 def test_what_is_private_is_its_owners_alone_and_what_may_be_published_is_not(unbroken, tmp_path):
     (tmp_path / "usual").touch()
     usual = (tmp_path / "usual").stat().st_mode  # as the umask has it
-    for name in ("checkpoint.pt", "metrics.jsonl", "result.json", "tensorboard"):
+    for name in ("checkpoint.pt", "metrics.jsonl", "result.json", "recipe.toml", "tensorboard"):
         assert (unbroken.path / name).stat().st_mode & 0o077 == 0, name
-    for name in ("model.safetensors", "model.json", "statement.txt", "statement.json", "ledger.json", "recipe.toml"):
+    public = ("model.safetensors", "model.json", "statement.txt", "statement.json", "ledger.json", "environment.json")
+    for name in public:
         assert (unbroken.path / name).stat().st_mode == usual, name
 
 

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from dphero.accounting import IndividualFilter, Ledger, RandomisedLabels, ShuffledFilter, price
+from dphero._files import DamagedFile
+from dphero.accounting import IndividualFilter, RandomisedLabels, ShuffledFilter, price
 from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
 from dphero.accounting.filters import WHOLE_ORDERS
 from dphero.experiments import RunDirectory
-from dphero.experiments.files import damaged, read_json
 
 __all__ = ["RunLedger", "check_ledger"]
 
@@ -69,12 +69,11 @@ def check_ledger(directory: RunDirectory) -> RunLedger:
         ValueError: If the run's files are damaged, or its ledger cannot be priced as it says.
         OSError: If they cannot be read.
     """
-    result = read_json(directory.path / "result.json", "epsilon", "delta", "steps", "accountant")
-    path = directory.path / "ledger.json"
-    try:
-        ledger = Ledger.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise damaged(path, error) from error
+    result, ledger = directory.result, directory.ledger
+    if result is None:
+        raise ValueError(f"{directory.path} is not finished: dphero train --resume {directory.path}")
+    if missing := [name for name in ("epsilon", "delta", "steps", "accountant") if name not in result]:
+        raise DamagedFile(directory.path / "result.json", f"it lacks {', '.join(missing)}")
     printed = math.inf if result["epsilon"] is None else float(result["epsilon"])
     steps = max([int(result["steps"]), *(int(each["step"]) for each in directory.metrics)])
     delta, accountant = float(result["delta"]), str(result["accountant"])

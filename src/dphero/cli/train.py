@@ -100,17 +100,19 @@ def train(
     given = {name: value for name, value in settings.items() if value not in (None, {})}
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
-    result = _run(given, recipe, out, resume)
+    result, statement = _run(given, recipe, out, resume)
     if as_json:
         from dphero.experiments.files import to_json
 
         typer.echo(to_json({name: result[name] for name in _KEYS}))
     else:
-        _show(result)
+        _show(result, statement)
 
 
-def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: Path | None) -> dict[str, Any]:
-    """Train under a progress display on stderr."""
+def _run(
+    given: dict[str, Any], recipe: Path | None, out: Path | None, resume: Path | None
+) -> tuple[dict[str, Any], str]:
+    """Train under a progress display on stderr; return result and statement."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -139,7 +141,8 @@ def _run(given: dict[str, Any], recipe: Path | None, out: Path | None, resume: P
             )
 
         try:
-            return experiments.train(directory, report=report)
+            result = experiments.train(directory, report=report)
+            return result, directory.read("statement.txt").decode()
         except experiments.Interrupted as error:
             bar.stop()
             typer.echo(f"dphero: {error}; go on with: dphero train --resume {directory.path}", err=True)
@@ -172,7 +175,7 @@ def _figures(progress: experiments.Progress) -> str:
     return "  ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: dict[str, Any], statement: str) -> None:
     """Print the outcome for people."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -182,7 +185,7 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("kept in", result["run"])
     screen, title = console(), Text(f"Test accuracy {result['accuracy']:.2%}", style="bold")
     screen.print(Panel(table, title=title, title_align="left", expand=False))
-    screen.print((Path(result["run"]) / "statement.txt").read_text(encoding="utf-8"), end="")
+    screen.print(statement, end="")
     for name, other in result["other_prices"].items():
         screen.print(f"For comparison, {name}: epsilon = {'infinite' if other is None else f'{other:.4g}'}.")
     screen.print(

@@ -1,46 +1,36 @@
-"""Files that a crash cannot leave half-written, and what is said of those that were damaged otherwise."""
+"""Text and JSON files of runs and comparisons: written whole or not at all, and named where they are damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["damaged", "for_owner", "read_json", "read_lines", "to_json", "write_atomically", "write_text"]
+from dphero._files import DamagedFile, open_regular, read_bytes, write_atomically
 
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` make a file beside ``path``, flush it to disk, then put it in its place in one move."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # that of a write does not say where
-            error.filename = str(path)
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
+__all__ = ["append_line", "parse_json", "parse_lines", "read_json", "sha256", "to_json", "write_text"]
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write a text file, whole or not at all; a private one is for its owner's eyes only."""
-    write_atomically(path, lambda partial: _write(partial, text, for_owner if private else None))
+    write_atomically(path, text.encode(), private=private)
 
 
-def _write(path: Path, text: str, opener: Callable[[str, int], int] | None) -> None:
-    with open(path, "w", encoding="utf-8", opener=opener) as file:
-        file.write(text)
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file for its owner's eyes only, and flush it to disk."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(open_regular(path, flags), "ab") as file:
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def for_owner(path: str, flags: int) -> int:
-    """Open a file so that, where it is new, nobody but its owner may read it: an ``opener`` of :func:`open`."""
-    return os.open(path, flags, 0o600)
+def sha256(contents: bytes) -> str:
+    """Return the SHA-256 digest."""
+    return hashlib.sha256(contents).hexdigest()
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
@@ -58,11 +48,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def damaged(path: Path, error: object) -> ValueError:
-    """The error of a file that does not hold what was written there."""
-    return ValueError(f"{path} is damaged: {error}. Restore it from a copy")
-
-
 def read_json(path: Path, *names: str) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
@@ -74,25 +59,28 @@ def read_json(path: Path, *names: str) -> dict[str, Any]:
         ValueError: If it does not hold such an object; the message names the file.
         OSError: If it cannot be read.
     """
+    return parse_json(read_bytes(path, follow=False), path, *names)
+
+
+def parse_json(contents: bytes, path: Path, *names: str) -> dict[str, Any]:
+    """Return the object that a file of JSON holds; arguments and errors as :func:`read_json`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise damaged(path, error) from error
+        found = json.loads(contents)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(path, error) from error
     if not isinstance(found, dict):
-        raise damaged(path, f"it holds no object, but {type(found).__name__}")
+        raise DamagedFile(path, f"it holds no object, but {type(found).__name__}")
     if missing := [name for name in names if name not in found]:
-        raise damaged(path, f"it lacks {', '.join(missing)}")
+        raise DamagedFile(path, f"it lacks {', '.join(missing)}")
     return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of one JSON object a line; a last line that a crash cut short is left out."""
-    if not path.exists():
-        return []
+def parse_lines(contents: bytes) -> list[dict[str, Any]]:
+    """Return the objects of a file of one JSON object a line; a last line that a crash cut short is left out."""
     found = []
-    for line in path.read_bytes().splitlines():
+    for line in contents.splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return found

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dphero import recipe as recipes
-from dphero.experiments.files import damaged, read_json, to_json, write_text
+from dphero._files import DamagedFile
+from dphero.experiments.files import read_json, to_json, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["Planned", "load_plan", "save_plan"]
@@ -73,7 +74,7 @@ def load_plan(directory: Path) -> list[Planned]:
         runs = read_json(path, "runs")["runs"]
         return [Planned(run["name"], recipes.merge(run["recipe"]), run["target"], dict(run["setting"])) for run in runs]
     except (KeyError, TypeError) as error:
-        raise damaged(path, f"{error!r} (or it is of another version)") from error
+        raise DamagedFile(path, f"{error!r} (or it is of another version)") from error
 
 
 def _as_dict(planned: Planned) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dphero.experiments.files import write_atomically, write_text
+from dphero._files import write_atomically
+from dphero.experiments.files import write_text
 from dphero.experiments.sweep import Outcome
 from dphero.experiments.table import Row, shown_price, tabulate, to_csv
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from dphero import models
 from dphero.data import BUILT_INS
 from dphero.data.pictures import ENDINGS, grey_or_rgb
-from dphero.experiments.files import read_json
 from dphero.experiments.rundir import RunDirectory
 from dphero.methods import make
 
@@ -64,12 +63,7 @@ class Predictor:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         directory = RunDirectory.open(path)
-        signature = directory.path / "model.json"
-        if not signature.exists():
-            raise ValueError(
-                f"{directory.path} holds no trained model yet: finish it with dphero train --resume {directory.path}"
-            )
-        values = read_json(signature, "model", "shape", "classes")
+        values = directory.signature()
         self.shape: tuple[int, ...] = tuple(values["shape"])
         self.classes: tuple[str, ...] = tuple(values["classes"])
         # Built-in data is scaled to [-1, 1] by its format; what range data of the user's own has is not known here.

@@ -1,7 +1,7 @@
 """A run directory: everything that is kept of one training.
 
 =====================  =================================================================================
-``recipe.toml``        what was to be done, complete: ``dphero train --recipe`` repeats it
+``recipe.toml``        what was to be done, complete, the seed included: ``dphero train --recipe`` repeats it
 ``environment.json``   versions and machine
 ``metrics.jsonl``      one line per evaluation
 ``ledger.json``        what was released
@@ -12,14 +12,20 @@
 ``result.json``        the outcome; there once the run is finished
 ``tensorboard/``       curves for TensorBoard
 =====================  =================================================================================
+
+Nothing in it is believed before it is verified. While a run is not finished, its checkpoint decides: that carries a
+digest of itself, the recipe that the run was begun with, and a digest of the metrics so far. Once it is finished,
+``result.json`` decides, the last file to be written: that carries a digest of itself, the recipe, and the digests of
+all other files.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
 import platform
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,15 +38,20 @@ from typing import Any
 import torch
 
 from dphero import recipe as recipes
+from dphero._files import DamagedFile, open_for_lock, open_json, read_bytes, seal_json, write_atomically
 from dphero.accounting import Ledger, Statement
 from dphero.experiments.defaults import anchored
-from dphero.experiments.files import damaged, for_owner, read_json, read_lines, to_json, write_atomically, write_text
+from dphero.experiments.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["RunDirectory"]
 
+logger = logging.getLogger(__name__)
+
 _MAY_CHANGE = ("data", "device", "cuda_graphs")  # where it is: what the data holds is compared by its digest
 _OUTCOMES = ("model.safetensors", "model.json", "statement.txt", "statement.json")  # what a training ends with
+_VERIFIED = (*_OUTCOMES, "environment.json", "ledger.json", "metrics.jsonl")  # by result.json
+_VERSION = 2  # of result.json: from here on it is sealed
 
 
 class RunDirectory:
@@ -69,7 +80,7 @@ class RunDirectory:
         with directory.locked():
             directory._refuse_if_begun()
             write_text(directory.path / "environment.json", to_json(_environment(), indent=2) + "\n")
-            write_text(directory.path / "recipe.toml", directory.recipe.to_toml())
+            write_text(directory.path / "recipe.toml", directory.recipe.to_toml(), private=True)  # it holds the seed
         return directory
 
     @classmethod
@@ -80,9 +91,16 @@ class RunDirectory:
             ValueError: If there is no run in it.
         """
         path = Path(path)
-        if not (path / "recipe.toml").is_file():
+        if not os.path.lexists(path / "recipe.toml"):
             raise ValueError(f"{path} is not the directory of a run: there is no recipe.toml in it")
-        return cls(path, recipes.merge(recipes.load(path / "recipe.toml")))
+        text = cls._verified(path, "recipe.toml", _digests(path))
+        settings = recipes.parse(text, path / "recipe.toml")
+        try:
+            directory = cls(path, recipes.merge(settings))
+        except ValueError as error:
+            raise ValueError(f"{path / 'recipe.toml'}: {error}") from error
+        directory.require_same_recipe((_outcome(path) or {}).get("recipe"))
+        return directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -91,12 +109,28 @@ class RunDirectory:
         Raises:
             ValueError: If one does already.
         """
-        with open(self.path / ".lock", "w") as file:
+        with open(open_for_lock(self.path / ".lock"), "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(f"another process is training {self.path} at this moment") from None
             yield
+
+    def read(self, name: str) -> bytes:
+        """Return what a file of the run holds, verified if the run is finished.
+
+        Raises:
+            ValueError: If it is damaged, or is no regular file.
+            OSError: If it cannot be read.
+        """
+        return self._verified(self.path, name, _digests(self.path))
+
+    @staticmethod
+    def _verified(path: Path, name: str, digests: Mapping[str, str]) -> bytes:
+        contents = read_bytes(path / name, follow=False)
+        if digests.get(name, sha256(contents)) != sha256(contents):
+            raise DamagedFile(path / name, "it is not what the run wrote when it finished, its SHA-256 digest differs")
+        return contents
 
     @property
     def checkpoint(self) -> Path:
@@ -133,7 +167,7 @@ class RunDirectory:
         """
         if begun is None:
             return
-        now = self.recipe.as_dict()
+        begun, now = (json.loads(json.dumps(each)) for each in (begun, self.recipe.as_dict()))
         for name in sorted({*begun, *now} - set(_MAY_CHANGE)):
             was, is_now = begun.get(name), now.get(name)
             if was == is_now:
@@ -160,44 +194,86 @@ class RunDirectory:
     @property
     def _releases(self) -> int:
         """How many releases are on record."""
-        path = self.path / "ledger.json"
-        try:
-            return Ledger.from_json(path.read_text(encoding="utf-8")).steps if path.exists() else 0
-        except ValueError as error:
-            raise damaged(path, error) from error
+        return self.ledger.steps if os.path.lexists(self.path / "ledger.json") else 0
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The outcome, or ``None`` while the run is not finished. Its ``run`` is where the directory is now."""
-        path = self.path / "result.json"
-        if not path.exists():
+        found = _outcome(self.path)
+        if found is None:
             return None
-        return {**read_json(path), "run": str(self.path)}
+        return {**{name: value for name, value in found.items() if name not in _OF_FILES}, "run": str(self.path)}
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the outcome: the last thing that a run does."""
-        write_text(self.path / "result.json", to_json(dict(result), indent=2) + "\n", private=True)
+        """Write the outcome, with the digests of all other files: the last thing that a run does."""
+        files = {name: sha256(self.read(name)) for name in _VERIFIED if (self.path / name).exists()}
+        plain = parse_json(to_json(dict(result)).encode(), self.path)  # as it will be read: no infinity, no tuples
+        sealed = seal_json({**plain, "version": _VERSION, "recipe": self.recipe.as_dict(), "files": files})
+        write_text(self.path / "result.json", to_json(sealed, indent=2) + "\n", private=True)
 
     # -- metrics ------------------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The evaluations so far."""
-        return read_lines(self.path / "metrics.jsonl")
+        return parse_lines(self.read("metrics.jsonl")) if os.path.lexists(self.path / "metrics.jsonl") else []
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one evaluation."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8", opener=for_owner) as file:
-            file.write(to_json(dict(values)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.path / "metrics.jsonl", to_json(dict(values)))
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drop the evaluations of steps that a checkpoint does not hold: they are about to be taken again."""
-        kept = [line for line in self.metrics if line["step"] <= step]
-        write_text(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in kept), private=True)
+    @property
+    def metrics_seal(self) -> dict[str, Any]:
+        """Length and digest of the evaluations so far, for the checkpoint."""
+        path = self.path / "metrics.jsonl"
+        contents = read_bytes(path, follow=False) if os.path.lexists(path) else b""
+        return {"bytes": len(contents), "sha256": sha256(contents)}
+
+    def forget_metrics_after(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
+        """Drop the evaluations of steps that a checkpoint does not hold: they are about to be taken again.
+
+        Args:
+            step: The checkpoint's.
+            seal: The :attr:`metrics_seal` that it holds; older ones have none.
+
+        Raises:
+            ValueError: If the evaluations that the checkpoint knows of are damaged.
+        """
+        path = self.path / "metrics.jsonl"
+        if not os.path.lexists(path):
+            if seal is not None and seal["bytes"]:
+                logger.warning("%s is gone: the evaluations up to step %d are lost, the training is not", path, step)
+            return
+        contents = read_bytes(path, follow=False)
+        if seal is None:
+            kept = "".join(to_json(line) + "\n" for line in parse_lines(contents) if line["step"] <= step).encode()
+        else:
+            kept = contents[: seal["bytes"]]
+            if sha256(kept) != seal["sha256"]:
+                raise DamagedFile(
+                    path,
+                    "it is not what the run had written up to its checkpoint (without the file, the "
+                    "run goes on, and has lost these evaluations)",
+                )
+        write_atomically(path, kept, private=True)
 
     # -- what was released --------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was released, as the file has it.
+
+        Raises:
+            ValueError: If it is damaged.
+            OSError: If it cannot be read.
+        """
+        path = self.path / "ledger.json"
+        try:
+            return Ledger.from_json(self.read(path.name))
+        except DamagedFile:
+            raise
+        except ValueError as error:
+            raise DamagedFile(path, error) from error
 
     def save_ledger(self, ledger: Ledger) -> None:
         """Write the ledger."""
@@ -214,13 +290,10 @@ class RunDirectory:
         from safetensors.torch import save_model
 
         def write(partial: Path) -> None:
-            partial.touch()
-            mode = stat.S_IMODE(partial.stat().st_mode)
             try:
-                save_model(model, str(partial))  # makes a file of its own, for its owner only
+                save_model(model, str(partial))
             except SafetensorError as error:  # a full disk, for example
                 raise OSError(f"the weights cannot be written to {self.path}: {error}") from error
-            partial.chmod(mode)
 
         write_atomically(self.path / "model.safetensors", write)
 
@@ -235,14 +308,57 @@ class RunDirectory:
         from safetensors.torch import load_model
 
         path = self.path / "model.safetensors"
-        if not path.exists():
+        if not os.path.lexists(path):
             raise ValueError(
                 f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
             )
+        self.read(path.name)
         try:
             load_model(model, str(path))
         except SafetensorError as error:
-            raise damaged(path, error) from error
+            raise DamagedFile(path, error) from error
+        for name, value in model.state_dict().items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise ValueError(
+                    f"{path} holds NaN or infinity in {name!r}: the training has diverged (begin a new run with a "
+                    "smaller --lr), or the file is damaged"
+                )
+
+    def signature(self) -> dict[str, Any]:
+        """Return what ``model.json`` says of the trained model: ``model``, ``shape``, ``classes``.
+
+        Raises:
+            ValueError: If the run has no model yet, or the file is damaged.
+        """
+        path = self.path / "model.json"
+        if not os.path.lexists(path):
+            raise ValueError(
+                f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
+            )
+        found = parse_json(self.read(path.name), path, "model", "shape", "classes")
+        if found["model"] != self.recipe.model:
+            raise DamagedFile(path, f"it names model {found['model']!r}, and the run's recipe {self.recipe.model!r}")
+        return found
+
+
+_OF_FILES = ("version", "recipe", "files")  # what result.json holds beside the result
+
+
+def _outcome(path: Path) -> dict[str, Any] | None:
+    """Return all that ``result.json`` holds, verified; ``None`` if there is none."""
+    file = path / "result.json"
+    if not os.path.lexists(file):
+        return None
+    found = read_json(file)
+    return open_json(found, file, required="version" in found)
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Return the digests of the files of a finished run, or of a published one; other files are not known by any."""
+    found = (_outcome(path) or {}).get("files", {})
+    if not isinstance(found, dict):
+        raise DamagedFile(path / "result.json", "its files are no table")
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -202,7 +202,7 @@ class _Loop:
         running = extra.get("running", {})  # older checkpoints have none
         self.losses = list(running.get("losses", torch.empty(0)).to(self.trainer.task.device).unbind())
         self.seconds = float(extra["seconds"])
-        self.directory.forget_metrics_after(self.trainer.step)
+        self.directory.forget_metrics_after(self.trainer.step, extra.get("metrics"))
         metrics = self.directory.metrics
         self.latest = Progress(
             self.trainer.step,
@@ -220,6 +220,7 @@ class _Loop:
             "seconds": self.seconds,
             "data": self.digest,
             "recipe": self.directory.recipe.as_dict(),
+            "metrics": self.directory.metrics_seal,
             "running": {
                 "losses": torch.stack(self.losses).cpu() if self.losses else torch.empty(0),
                 "loss": latest.loss,

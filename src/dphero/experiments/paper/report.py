@@ -11,6 +11,7 @@ from typing import Any
 from dphero.accounting import Ledger, claimed_by_paper, price
 from dphero.experiments.files import to_json, write_text
 from dphero.experiments.paper.settings import DELTAS, PUBLISHED, UNSOUND
+from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.sweep import Outcome
 from dphero.experiments.table import shown_price, to_csv
 from dphero.methods import METHODS
@@ -54,7 +55,7 @@ def prices(outcome: Outcome, memory: dict[Any, float]) -> dict[str, float]:
         memory: Prices found before; runs that differ in the shape of sound noise alone cost the same.
     """
     recipe, found = outcome.planned.recipe, {}
-    text = (outcome.path / "ledger.json").read_text(encoding="utf-8")
+    text = RunDirectory(outcome.path, recipe).read("ledger.json")
     ledger = Ledger.from_json(text)
     for delta in DELTAS:
         key = (text, delta)

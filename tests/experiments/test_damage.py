@@ -1,0 +1,174 @@
+"""Damaged files of a run are named, and never used."""
+
+import json
+import random
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dphero.audit.run_ledger import check_ledger
+from dphero.experiments import Interrupted, RunDirectory, resolve, rundir, train
+from dphero.experiments.prediction import Predictor
+
+pytest.importorskip("sklearn")
+
+SETTINGS = {"data": "digits", "noise_multiplier": 3.0, "epochs": 4, "seed": 987654321}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    directory = RunDirectory.create(tmp_path_factory.mktemp("finished") / "run", resolve(SETTINGS))
+    train(directory)
+    return directory.path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    directory = RunDirectory.create(tmp_path_factory.mktemp("stopped") / "run", resolve(SETTINGS))
+    with pytest.raises(Interrupted):
+        train(directory, report=lambda progress: progress.step == 7 and signal.raise_signal(signal.SIGTERM))
+    return directory.path
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def flips(contents, count, seed=0):
+    """Yield contents with one bit flipped, at random places."""
+    for place in random.Random(seed).sample(range(len(contents)), min(count, len(contents))):
+        yield contents[:place] + bytes([contents[place] ^ 1 << place % 8]) + contents[place + 1 :]
+
+
+def damages(contents):
+    """Yield what accidents make of a file."""
+    yield from flips(contents, 20)
+    yield contents[: len(contents) // 2]
+    yield contents[:-1]
+    yield b""
+    yield bytes(len(contents))
+    yield contents + b"\n{}\n"
+
+
+def use(path):
+    """Do all that is done with a finished run, and return what comes out."""
+    directory = RunDirectory.open(path)
+    shown = train(directory)
+    images = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 8, 8)
+    np.save(path.parent / "x.npy", images)
+    seen = Predictor(path).predict(path.parent / "x.npy")
+    statement = [directory.read(name) for name in ("statement.txt", "statement.json")]
+    return {**shown, "run": ""}, seen, statement, check_ledger(directory), directory.metrics, directory.recipe
+
+
+READ = (
+    "result.json",
+    "ledger.json",
+    "model.safetensors",
+    "model.json",
+    "statement.txt",
+    "statement.json",
+    "metrics.jsonl",
+)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_damaged_files_of_a_finished_run_are_named(name, copy):
+    whole = (copy / name).read_bytes()
+    expected = use(copy)
+    for damaged in damages(whole):
+        (copy / name).write_bytes(damaged)
+        try:
+            found = use(copy)
+        except ValueError as error:
+            assert name in str(error), error
+        else:
+            assert name == "result.json" and found == expected  # white space between what it says
+    (copy / name).write_bytes(whole)
+    assert use(copy) == expected
+
+
+def test_a_damaged_recipe_is_named_or_means_the_same(copy):
+    path, expected = copy / "recipe.toml", use(copy)
+    settings = expected[-1].with_(data="", device="")
+    for damaged in damages(path.read_bytes()):
+        path.write_bytes(damaged)
+        try:
+            found = use(copy)
+        except (ValueError, OSError) as error:
+            assert "987654321" not in str(error)
+        else:  # where data and device are may change
+            assert found[:-1] == expected[:-1] and found[-1].with_(data="", device="") == settings
+
+
+def test_files_of_another_run_are_not_taken_for_its_own(copy, tmp_path):
+    """A model with the statement of another: each file is whole, together they lie."""
+    other = RunDirectory.create(tmp_path / "other", resolve({**SETTINGS, "noise_multiplier": 0.5, "epochs": 1}))
+    train(other)
+    for name in ("model.safetensors", "ledger.json", "statement.json"):
+        shutil.copy(other.path / name, copy / name)
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            RunDirectory.open(copy).read(name)
+
+
+def test_without_the_digests_damage_is_believed(copy, monkeypatch):
+    """The guard taken away: a flipped bit of the ledger changes the price, one of the weights the model."""
+    monkeypatch.setattr(rundir, "_digests", lambda path: {})
+    ledger = copy / "ledger.json"
+    assert '"noise_multiplier": 3.0' in ledger.read_text()
+    ledger.write_text(ledger.read_text().replace('"noise_multiplier": 3.0', '"noise_multiplier": 7.0'))
+    assert check_ledger(RunDirectory.open(copy)).ledger_epsilon < RunDirectory.open(copy).result["epsilon"] / 2
+    weights = load_file(copy / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, copy / "model.safetensors")
+    Predictor(copy)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_refused(value, copy, monkeypatch):
+    monkeypatch.setattr(rundir, "_digests", lambda path: {})  # as in a run of an older version
+    weights = load_file(copy / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = value
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors holds NaN or infinity in "):
+        Predictor(copy)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.pt", "metrics.jsonl", "recipe.toml"])
+def test_damaged_files_of_a_stopped_run_are_named(name, stopped, tmp_path):
+    path = shutil.copytree(stopped, tmp_path / "run")
+    whole = (path / name).read_bytes()
+    before = {file: (path / file).read_bytes() for file in ("checkpoint.pt", "ledger.json")}
+    for damaged in [*flips(whole, 10), whole[: len(whole) // 2], b"", bytes(len(whole))]:
+        (path / name).write_bytes(damaged)
+        with pytest.raises((ValueError, OSError)) as refused:
+            train(RunDirectory.open(path), report=lambda progress: pytest.fail("went on"))
+        assert name in str(refused.value) or "no data" in str(refused.value), refused.value
+        for file, contents in before.items():
+            assert file == name or (path / file).read_bytes() == contents
+    (path / name).write_bytes(whole)
+    assert train(RunDirectory.open(path))["steps"] == 12
+
+
+def test_lost_metrics_do_not_cost_the_run(stopped, finished, tmp_path, caplog):
+    path = shutil.copytree(stopped, tmp_path / "run")
+    (path / "metrics.jsonl").unlink()
+    train(RunDirectory.open(path))
+    assert "evaluations up to step 7 are lost" in caplog.text
+    assert [line["step"] for line in RunDirectory.open(path).metrics] == [9, 12]
+    assert (path / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
+
+
+def test_runs_of_older_versions_are_read(copy):
+    """They have no digests."""
+    expected = use(copy)
+    path = copy / "result.json"
+    new = ("version", "recipe", "files", "sha256")
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name not in new})
+    )
+    assert use(copy) == expected
