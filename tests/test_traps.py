@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine, engine, lengths, loss_check, pieces, run, sampling, validation
+from dphero import PrivacyEngine, engine, lengths, loss_check, pieces, run, sampling
+from dphero.checks import modules
 from dphero.clipping import Flat
 from dphero.geometry import identity
 from dphero.gradients import convolution
@@ -57,7 +58,7 @@ def frozen_norm() -> nn.Module:
 def test_batch_norm_in_any_disguise_is_refused(norm: Any, monkeypatch: Patch) -> None:
     with pytest.raises(ValueError, match="BatchNorm1d"):
         training(network(0, norm()))
-    monkeypatch.setattr(validation, "_mixes", lambda module: None)
+    monkeypatch.setattr(modules, "_mixes", lambda module: None)
     model = training(network(0, norm()))
     if norm is frozen_norm:
         model.steps(1)  # without the guard it trains, on statistics of whatever it saw before

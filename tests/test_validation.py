@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dphero import fix
-from dphero.validation import one_of, positive, require_private_modules, trained_parameters, whole
+from dphero._checks import one_of, positive, whole
+from dphero.checks.modules import require_private_modules, trained_parameters
 from tests.trainer import network, same, training
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dphero.accounting import BudgetExhausted
+    from dphero.checks.modules import fix
     from dphero.engine import PrivacyEngine
     from dphero.layers import register
-    from dphero.validation import fix
 
 __all__ = ["BudgetExhausted", "PrivacyEngine", "fix", "register"]
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BudgetExhausted": "dphero.accounting",
     "PrivacyEngine": "dphero.engine",
-    "fix": "dphero.validation",
+    "fix": "dphero.checks.modules",
     "register": "dphero.layers",
 }
 

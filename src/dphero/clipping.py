@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dphero.validation import one_of, positive
+from dphero._checks import one_of, positive
 
 __all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "PerLayer", "make_clipping", "total"]
 

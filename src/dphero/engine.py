@@ -5,7 +5,6 @@ lot ─► taps ─► norms ─► clip ─► sum ─► noise ─► optimize
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import secrets
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from dphero import checkpoint
+from dphero._checks import closest, one_of, positive, whole
 from dphero.accounting import (
     ACCOUNTANTS,
     DEFAULT_FILTER_ORDER,
@@ -38,6 +38,7 @@ from dphero.accounting import (
     statement,
 )
 from dphero.blocks import describe
+from dphero.checks.modules import require_private_modules, trained_parameters
 from dphero.clipping import make_clipping
 from dphero.guidance import Guidance, resolve
 from dphero.lot_sum import Diagnostics
@@ -54,7 +55,6 @@ from dphero.sampling import (
     public_lot,
     public_rate,
 )
-from dphero.validation import one_of, positive, require_private_modules, trained_parameters, whole
 
 __all__ = ["PrivacyEngine"]
 
@@ -512,6 +512,5 @@ def _next_epoch(ledger: Ledger) -> int:
 def _require_known(options: Mapping[str, Any], method: Callable[..., Any]) -> None:
     known = inspect.signature(method).parameters
     for name in options.keys() - known.keys():
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the arguments are {', '.join(known)}"
+        hint = closest(name, known, f"the arguments are {', '.join(known)}")
         raise TypeError(f"make_private_with_epsilon got an unexpected argument {name!r}; {hint}")

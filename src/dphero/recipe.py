@@ -6,7 +6,6 @@ command line), and kept beside every run.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import tomllib
@@ -16,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dphero.validation import one_of, positive, whole
+from dphero._checks import closest, one_of, positive, whole
 
 __all__ = ["Recipe", "load", "merge", "parse"]
 
@@ -198,8 +197,7 @@ def _require_known(values: Mapping[str, Any], where: str) -> None:
     known = [each.name for each in fields(Recipe)]
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"a recipe has {', '.join(known)}"
+            hint = closest(name, known, f"a recipe has {', '.join(known)}")
             raise ValueError(f"{where} sets {name!r}, which is unknown; {hint}")
 
 

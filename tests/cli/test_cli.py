@@ -127,12 +127,15 @@ def test_calibrate_for_people():
         (["epsilon", *STEPS, "--sample-rate", "1.5"], "sample_rate must be above 0 and at most 1, got 1.5"),
         (["epsilon", *STEPS, "--delta", "1"], "delta must be above 0 and below 1"),
         (["epsilon", *STEPS, "--delta", "0"], "delta must be above 0 and below 1"),
-        (["epsilon", *STEPS, "--steps", "-1"], "steps must be a whole number, got -1"),
+        (["epsilon", *STEPS, "--steps", "-1"], "steps must be a whole number of at least 0, got -1"),
         (["epsilon", *STEPS, "--accountant", "prv"], "'prv' is not one of"),
         (["epsilon", *STEPS, "--surprise"], "No such option"),
         (["calibrate", *TARGET], "give exactly two of"),
         (["calibrate", *TARGET, *STEPS[:6]], "got 3: the one left out is solved for"),
-        (["calibrate", *TARGET, "--sample-rate", "0.1", "--steps", "0"], "steps must be a whole number, got 0"),
+        (
+            ["calibrate", *TARGET, "--sample-rate", "0.1", "--steps", "0"],
+            "steps must be a whole number of at",
+        ),
         (["calibrate", "--epsilon", "-1", *TARGET[2:], *STEPS[2:6]], "epsilon must be above 0"),
         (
             ["calibrate", *TARGET, "--sample-rate", "1", "--noise-multiplier", "0.5", "--accountant", "zcdp"],

@@ -181,7 +181,7 @@ def test_shapes_that_do_not_fit_are_refused(name: str, shape: tuple[int, ...], w
 
 @pytest.mark.parametrize(("name", "closest"), [("LeNet5", "lenet"), ("cifar_cnn", "cifar-cnn"), ("wrn", "wrn-16-4")])
 def test_unknown_names_get_the_closest(name: str, closest: str) -> None:
-    with pytest.raises(ValueError, match=f"no model {name!r}. Did you mean {closest!r}\\?") as caught:
+    with pytest.raises(ValueError, match=f"no model {name!r}; did you mean {closest!r}\\?") as caught:
         build(name, MNIST, 10)
     assert all(known in str(caught.value) for known in NAMES)
 

@@ -10,7 +10,7 @@ import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_gaussian_mechanism
 from numpy.typing import NDArray
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
 from dphero.accounting.event import Event, Relation
 from dphero.accounting.ledger import Ledger

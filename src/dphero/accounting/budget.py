@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.accountants import (
     ACCOUNTANTS,
     MAX_STEPS,

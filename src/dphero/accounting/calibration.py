@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.accountants import MAX_STEPS, price
 from dphero.accounting.curves import gaussian_mu
 from dphero.accounting.events import PoissonGaussian

@@ -13,7 +13,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.curves import poisson_gaussian_pld, poisson_gaussian_rdp
 from dphero.accounting.event import Event, Relation
 

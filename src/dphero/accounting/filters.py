@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.accountants import filter_price
 from dphero.accounting.curves import RDP_ORDERS
 from dphero.accounting.event import Event, Relation

@@ -12,7 +12,7 @@ from dp_accounting.pld.common import DifferentialPrivacyParameters
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_privacy_parameters
 from numpy.typing import NDArray
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.event import Event, Relation
 
 

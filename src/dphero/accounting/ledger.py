@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.event import Event, Relation
 
 LEDGER_VERSION = 1

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.curves import poisson_gaussian_rdp
 from dphero.accounting.event import Event
 

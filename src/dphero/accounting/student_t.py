@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from dphero.accounting import checks
+from dphero import _checks as checks
 from dphero.accounting.event import Event
 from dphero.accounting.moments import poisson_divergence
 

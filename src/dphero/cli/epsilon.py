@@ -23,7 +23,8 @@ def epsilon(
     json: JsonOption = False,
 ) -> None:
     """Price steps of Poisson-sampled Gaussian noise (DP-SGD and the ellipsoid mechanism)."""
-    from dphero.accounting import Ledger, PoissonGaussian, checks, price
+    from dphero import _checks as checks
+    from dphero.accounting import Ledger, PoissonGaussian, price
 
     ledger = Ledger()
     ledger.record(PoissonGaussian(sample_rate, noise_multiplier), checks.whole("steps", steps, least=0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import data as datasets
 from dphero import models
+from dphero._checks import closest
 from dphero.accounting import calibrate_noise_multiplier
 from dphero.data import Data
 from dphero.experiments.defaults import resolve
@@ -239,8 +239,6 @@ def _require_known(base: Mapping[str, Any], vary: Mapping[str, Any], methods: Se
         if name in _OWN_OPTION:
             raise ValueError(f"--vary {name}: give several with {_OWN_OPTION[name]} instead")
         if name not in known and name not in options:
-            close = difflib.get_close_matches(name, [*known, *options], n=1)
-            if f"options.{name}" in options:
-                close = [f"options.{name}"]
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join([*known, *options])}"
+            meant = f"options.{name}" if f"options.{name}" in options else name
+            hint = closest(meant, [*known, *options], f"there are {', '.join([*known, *options])}")
             raise ValueError(f"{where} names {name!r}, which these methods ({', '.join(methods)}) do not have; {hint}")

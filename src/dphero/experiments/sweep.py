@@ -15,11 +15,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dphero._checks import whole
 from dphero.experiments.plan import Planned, save_plan
 from dphero.experiments.pool import Pool, default_workers
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted, stoppable
-from dphero.validation import whole
 
 __all__ = ["Outcome", "Standing", "State", "outcomes", "sweep"]
 

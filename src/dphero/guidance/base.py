@@ -143,12 +143,6 @@ def share_rows(released: Released, geometries: dict[str, Geometry]) -> dict[str,
     return shared
 
 
-def require(choice: Any, choices: tuple[Any, ...], name: str) -> None:
-    """Raises ValueError unless an option has one of its values."""
-    if choice not in choices:
-        raise ValueError(f"{name}={choice!r} is not one of {', '.join(map(repr, choices))}")
-
-
 def same_settings(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raises ValueError unless a saved guidance had the settings of the one that loads it."""
     different = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))

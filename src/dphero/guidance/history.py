@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dphero._checks import one_of
 from dphero.geometry import Geometry
 from dphero.guidance import moments, spectra
-from dphero.guidance.base import Axis, Block, Released, as_matrix, require, same_settings, share_rows
+from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
 from dphero.guidance.moments import Average, Moment
 
 
@@ -74,8 +75,8 @@ class History:
         return cls("full", 0.25, 0.999, floor, centred=True, scope="model", refresh_every=refresh_every)
 
     def __post_init__(self) -> None:
-        require(self.kind, ("diagonal", "full"), "kind")
-        require(self.scope, ("layer", "model"), "scope")
+        one_of("kind", self.kind, ("diagonal", "full"))
+        one_of("scope", self.scope, ("layer", "model"))
         if not self.floor > 0.0:
             raise ValueError(f"floor={self.floor} must be positive: an estimated moment can be zero")
         for name in ("decay", "mean_decay"):

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dphero._checks import one_of
 from dphero.geometry import Geometry
 from dphero.guidance import spectra
-from dphero.guidance.base import Axis, Block, Released, as_matrix, require, same_settings, share_rows
+from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
 from dphero.guidance.subspace import Start
 
 THEOREM_2 = 1.0
@@ -72,9 +73,9 @@ class PCA:
     needs_gradients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require(self.side, ("left", "right", "both"), "side")
-        require(self.scope, ("layer", "model"), "scope")
-        require(self.solver, ("auto", "eigh", "subspace"), "solver")
+        one_of("side", self.side, ("left", "right", "both"))
+        one_of("scope", self.scope, ("layer", "model"))
+        one_of("solver", self.solver, ("auto", "eigh", "subspace"))
         if not self.floor >= 0.0:
             raise ValueError(f"floor={self.floor} must not be negative")
         for name in ("rank", "refresh_every", "components"):

@@ -8,7 +8,6 @@ is the business of :mod:`dphero.experiments`.
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero import checkpoint
+from dphero._checks import closest
 from dphero.accounting import Ledger, Price, Statement, price, statement
 from dphero.models import NAMES
 from dphero.recipe import Recipe
@@ -293,8 +293,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Method:
         ValueError: If there is no such method, it has no such option, or a value is not of the option's type.
     """
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(METHODS))}"
+        hint = closest(name, METHODS, f"there are {', '.join(sorted(METHODS))}")
         raise ValueError(f"method {name!r} is unknown; {hint}")
     method, options = METHODS[name], dict(options or {})
     known = [each.name for each in fields(method)]  # type: ignore[arg-type]

@@ -28,13 +28,13 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from dphero._checks import one_of, positive, whole
 from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
 from dphero.accounting.search import safe_value
 from dphero.clipping import Flat, total
 from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, poisson
-from dphero.validation import one_of, positive, whole
 
 __all__ = ["DPGED"]
 

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dphero._checks import one_of, positive, whole
 from dphero.accounting import (
     BudgetExhausted,
     CalibrationError,
@@ -52,7 +53,6 @@ from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, lot_key
 from dphero.methods.own import key_of
 from dphero.sampling import ShuffleSampler
-from dphero.validation import one_of, positive, whole
 
 __all__ = ["DPMP"]
 

@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dphero import checkpoint, models
+from dphero._checks import one_of, positive, whole
 from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
+from dphero.checks.modules import require_private_modules
 from dphero.engine import PrivacyEngine
 from dphero.methods._head import head_of, headless, with_head
 from dphero.methods._pretraining import pretrain
@@ -22,7 +24,6 @@ from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, regis
 from dphero.methods.own import key_of
 from dphero.methods.private import PrivateTrainer
 from dphero.models import FeatureModel, require_rowwise
-from dphero.validation import one_of, positive, require_private_modules, whole
 
 __all__ = ["DPRandP"]
 

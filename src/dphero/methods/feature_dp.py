@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from dphero._checks import one_of, positive
 from dphero.accounting import Gaussian, Ledger
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.own import key_of
 from dphero.methods.private import PrivateTrainer
 from dphero.models import FeatureModel
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
-from dphero.validation import one_of, positive
 
 __all__ = ["ChannelNorm", "FeatureDP", "Moments", "release_moments"]
 

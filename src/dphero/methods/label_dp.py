@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dphero._checks import positive, whole
 from dphero.accounting import Ledger, RandomisedLabels
 from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
 from dphero.methods.own import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
-from dphero.validation import positive, whole
 
 __all__ = ["LabelDP", "LabelRandomiser", "response"]
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dphero.accounting import Event
+from dphero.checks.modules import require_private_modules, trained_parameters
 from dphero.clipping import Clipping
 from dphero.geometry import identity
 from dphero.gradients.batch import GradientBatch
@@ -21,7 +22,6 @@ from dphero.noise import FastNoise, SecureNoise
 from dphero.probe import probe
 from dphero.sampling import PoissonSampler, Sampler
 from dphero.taps import Taps
-from dphero.validation import require_private_modules, trained_parameters
 
 __all__ = ["NoisyTrainer", "lot_key", "poisson"]
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from dphero._checks import whole
 from dphero.methods._processes import PROCESSES
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.private import PrivateTrainer
 from dphero.models import FeatureModel
-from dphero.validation import whole
 
 __all__ = ["Projected", "leading_directions"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dphero._checks import positive, whole
 from dphero.guidance import History
 from dphero.methods.base import Card, Method, Task, Trainer, register
 from dphero.methods.private import PrivateTrainer
-from dphero.validation import positive, whole
 
 __all__ = ["AdaCliP", "GeoClip", "QuantileClip"]
 

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dphero._checks import positive, whole
 from dphero.accounting import Budget, CalibrationError, LineSearchStep, Price, Statement
 from dphero.accounting.accountants import filter_price
 from dphero.accounting.curves import poisson_gaussian_rdp
@@ -39,7 +40,6 @@ from dphero.accounting.search import safe_value
 from dphero.clipping import Flat
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy import NoisyTrainer, poisson
-from dphero.validation import positive, whole
 
 __all__ = ["SASDP"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from dphero._checks import closest
 from dphero.importing import function_named
 from dphero.models import features, plain, wide_resnet
 
@@ -130,8 +130,8 @@ def _built_in(name: str) -> Entry:
     for entry in MODELS:
         if entry.name == name:
             return entry
-    close = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = closest(name.lower().replace("_", "-"), NAMES, "", cutoff=0.5)
     raise ValueError(
-        f"there is no model {name!r}.{hint} Known are {', '.join(NAMES)}, and package.module:function for your own."
+        f"there is no model {name!r}{f'; {hint}' if hint else '.'} Known are {', '.join(NAMES)}, and "
+        "package.module:function for your own."
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
-from dphero.validation import positive, whole
+from dphero._checks import positive, whole
 
 __all__ = ["dataset_of", "public_lot", "public_rate"]
 

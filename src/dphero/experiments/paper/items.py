@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dphero._checks import closest
 from dphero.experiments.paper import boxes, figures, linear, spectra, table1
 from dphero.experiments.paper.curves import Curves
 from dphero.experiments.paper.report import Report
@@ -102,7 +102,6 @@ def find(name: str) -> Item:
         ValueError: If there is none of that name.
     """
     if name not in ITEMS:
-        close = difflib.get_close_matches(name, ITEMS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(ITEMS)}, and all"
+        hint = closest(name, ITEMS, f"there are {', '.join(ITEMS)}, and all")
         raise ValueError(f"there is nothing called {name!r} to reproduce; {hint}")
     return ITEMS[name]

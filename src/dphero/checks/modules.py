@@ -1,12 +1,10 @@
-"""Bad input: numbers out of range, models that cannot be made private, and what to put in their place."""
+"""Models and optimizers that cannot be made private, and what to put in their place."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -16,27 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["fix", "one_of", "positive", "require_private_modules", "trained_parameters", "whole"]
-
-
-def positive(name: str, value: Any) -> float:
-    """Return a positive, finite number; raise ``ValueError`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def whole(name: str, value: Any) -> int:
-    """Return a whole number of at least 1; raise ``ValueError`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    return int(value)
-
-
-def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+__all__ = ["fix", "require_private_modules", "trained_parameters"]
 
 
 def require_private_modules(module: nn.Module) -> None:

@@ -1,16 +1,61 @@
-"""Checks of the numbers that users hand in: each returns the number, or says what is wrong and what to do."""
+"""Checks of what users hand in: each returns the value, or says what is wrong and what to do. No torch here."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from typing import SupportsFloat, SupportsIndex
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any, SupportsFloat
+
+__all__ = [
+    "closest",
+    "delta",
+    "epsilon",
+    "finite",
+    "noise_multiplier",
+    "one_of",
+    "positive",
+    "sample_rate",
+    "whole",
+]
 
 _MOST_NOISE = 1e50  # beyond it, or below its inverse, squares and exponentials overflow
 
 
+def positive(name: str, value: Any) -> float:
+    """Return a positive, finite number; raise ``ValueError`` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def whole(name: str, value: Any, *, least: int = 1) -> int:
+    """Return a whole number of at least ``least``; floats and booleans are refused rather than rounded."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return number
+
+
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def closest(name: str, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """Return the hint for a name that is unknown: the known one that looks most like it, else ``otherwise``."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
 def finite(name: str, value: SupportsFloat, advice: str) -> float:
-    """Returns ``value`` as a float; refuses what is not a finite number."""
+    """Return ``value`` as a float; refuse what is not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -56,15 +101,4 @@ def epsilon(value: SupportsFloat) -> float:
     number = finite("epsilon", value, advice)
     if number <= 0:
         raise ValueError(f"epsilon must be above 0, got {number}: {advice}")
-    return number
-
-
-def whole(name: str, value: SupportsIndex, *, least: int) -> int:
-    """A whole number of at least ``least``; floats and booleans are refused rather than rounded."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"{name} must be a whole number, got {value!r}: give one of at least {least}")
     return number
