@@ -39,6 +39,7 @@ from dphero.accounting import (
 )
 from dphero.blocks import describe
 from dphero.checks.modules import require_private_modules, trained_parameters
+from dphero.checks.optimizers import innermost
 from dphero.clipping import make_clipping
 from dphero.guidance import Guidance, resolve
 from dphero.lot_sum import Diagnostics
@@ -168,7 +169,8 @@ class PrivacyEngine:
             if clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
                 raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
         noise, key = self._sources(secure, seed)
-        optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+        optimizers: list[Optimizer] = [innermost(each) for each in given]
         require_private_modules(module)
         require_free(module)
         parameters = trained_parameters(module, optimizers)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from dphero.checks.optimizers import with_closure_evaluated
 from dphero.gradients.batch import GradientBatch
 from dphero.graphs import Graphs
 from dphero.loss_check import LossCheck
@@ -155,14 +156,12 @@ class Run:
 
     # -- what reaches the optimizer -------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(callable(value) for value in (*args, *kwargs.values())):
-            raise ValueError(
-                "a closure would evaluate the loss inside step(), more than once for some optimizers; call backward() "
-                "yourself and step() without arguments"
-            )
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.taps.is_paused:
             raise RuntimeError("step() inside `with engine.paused():` would train on gradients without noise; leave it")
+        arguments = with_closure_evaluated(optimizer, args, kwargs)
         batch = self.lots.pending
         if batch is not None and not self.lots.captured:
             raise RuntimeError(
@@ -176,6 +175,7 @@ class Run:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._require_private(parameter)
+        return arguments
 
     def _require_private(self, parameter: Tensor) -> None:
         name = self._names.get(id(parameter))

@@ -122,9 +122,10 @@ class Lots:
             raise RuntimeError(
                 f"a batch of lot {self.next} was handed out but not back-propagated before the next was asked for. "
                 "Call backward() once for every batch of the private loader. Losses of several batches cannot be added "
-                "up first: for larger lots give a larger expected_batch_size, and physical_batch_size if it does not "
-                "fit in memory. Nor can a batch be left out because of its loss: that tells what it holds, and is not "
-                "private. Iterate "
+                "up first, nor batches be fetched ahead, as the Hugging Face Trainer does to accumulate gradients "
+                "(gradient_accumulation_steps: set it to 1): for larger lots give a larger expected_batch_size, and "
+                "physical_batch_size if it does not fit in memory. Nor can a batch be left out because of its loss: "
+                "that tells what it holds, and is not private. Iterate "
                 "over the loader anew to get this lot again. (To evaluate, iterate over an ordinary loader. And "
                 "only the model that was made private takes part, not a copy of it.)"
             )
