@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dphero._files import seal_json
-from dphero.audit.faults import FAULTS
 from dphero.audit.membership import Roc
 from dphero.audit.report import Report, plot_roc, save
 from dphero.audit.run_ledger import check_ledger
 from dphero.cli import app
 from dphero.experiments import RunDirectory
+from tests.audit.faults import FAULTS
 
 pytest.importorskip("sklearn")
 

@@ -13,6 +13,7 @@ def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys):
         title="run [old] [/b]",
         audits=[found],
         one_runs=[],
+        checks=[],
         attacks=[],
         notes=["see [a] :dog:"],
         confidence=None,

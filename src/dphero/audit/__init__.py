@@ -1,10 +1,10 @@
 """Auditing: a lower bound on ε, with its confidence, beside the ε that is claimed.
 
 The way through the modules: ``statistics`` (from samples to bounds), ``claims`` (what is tested), ``two_sample`` (any
-release, with and without a canary), ``canary``, ``engine_release`` and ``mechanism`` (one release of the engine),
+release, with and without a canary), ``canary`` and ``engine_release`` (one release of the engine), ``checks``,
+``noise_law``, ``lots_law``, ``independent_price`` and ``white_box`` (a look inside), ``mechanism`` (all of that),
 ``training``, ``many_runs``, ``one_run`` and ``membership`` (whole trainings), ``published`` (the paper's recipe on
-trial), ``run_ledger``, ``runs`` and ``report`` (all of it, for a run directory). ``faults`` breaks the engine on
-purpose.
+trial), ``run_ledger``, ``runs`` and ``report`` (all of it, for a run directory).
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dphero.audit.checks import Check
     from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
     from dphero.audit.engine_release import EngineRelease, Settings
     from dphero.audit.many_runs import audit_method
-    from dphero.audit.mechanism import audit_mechanism
+    from dphero.audit.mechanism import MechanismAudit, audit_mechanism
     from dphero.audit.membership import Roc, lira, loss_attack
     from dphero.audit.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run
     from dphero.audit.published import audit_published
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Audit",
+    "Check",
     "Claim",
     "EngineRelease",
     "GradientCanaries",
     "InputCanaries",
+    "MechanismAudit",
     "OneRun",
     "Release",
     "Report",
@@ -49,10 +52,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "checks": ("Check",),
     "claims": ("Claim", "claim_of_ledger", "claim_of_prices"),
     "many_runs": ("audit_method",),
     "engine_release": ("EngineRelease", "Settings"),
-    "mechanism": ("audit_mechanism",),
+    "mechanism": ("MechanismAudit", "audit_mechanism"),
     "membership": ("Roc", "lira", "loss_attack"),
     "one_run": ("GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"),
     "published": ("audit_published",),

@@ -75,8 +75,9 @@ def plant(
     shaped: bool,
     prefix: str = "",
     aim: Aim = "weight",
+    seed: int | None = None,
 ) -> list[Plant]:
-    """Return the worst canary for a model under noise of a geometry.
+    """Return the worst canary for a model under noise of a geometry, or a random one.
 
     Args:
         model: Its linear and convolution layers carry the canary.
@@ -86,6 +87,8 @@ def plant(
             bad, and the canary lies in every layer. Otherwise it lies where the noise is weakest.
         prefix: What stands before a parameter's name in ``geometry``.
         aim: Which parameter of each layer gets nearly all of it.
+        seed: Draws another canary: a random direction in each layer, and random shares of the layers, some pulling
+            against others. ``None`` for the worst one.
 
     Raises:
         ValueError: If no layer can carry it.
@@ -98,6 +101,8 @@ def plant(
     if not directions:
         what = "layer" if aim == "weight" else "layer with a bias"
         raise ValueError(f"the model has no trained linear or convolution {what}: a gradient canary has no place in it")
+    if seed is not None:
+        return _random(model, geometry, list(directions), clip_norm, prefix, aim, seed)
     scales = {path: scale for path, (_, _, scale) in directions.items()}
     main = min(scales, key=lambda path: scales[path])
     shares = {path: scales[path] if shaped else (1.0 if path == main else _SIDE) for path in scales}
@@ -107,6 +112,32 @@ def plant(
         _planted(path, model.get_submodule(path), columns * _INPUT[aim], rows * (shares[path] / whole * size))
         for path, (rows, columns, _) in directions.items()
     ]
+
+
+def _random(
+    model: nn.Module,
+    geometry: Mapping[str, Geometry],
+    paths: list[str],
+    clip_norm: float,
+    prefix: str,
+    aim: Aim,
+    seed: int,
+) -> list[Plant]:
+    """Return a canary of a random direction in each layer, and of random whitened shares of the layers."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.randn(len(paths), generator=generator, dtype=torch.float64)
+    shares /= torch.linalg.vector_norm(shares)
+    found = []
+    for path, share in zip(paths, shares.tolist(), strict=True):
+        layer, shape = model.get_submodule(path), geometry[prefix + _name(path, aim)]
+        rows = torch.randn(shape.rows, generator=generator, dtype=torch.float64)
+        columns = torch.randn(_columns(layer), generator=generator, dtype=torch.float64)
+        rows, columns = rows / rows.norm(), columns / columns.norm()
+        direction = torch.outer(rows, columns).reshape(shape.shape) if aim == "weight" else rows
+        length = float(torch.linalg.vector_norm(shape.whiten(direction)))
+        size = _SIZE * clip_norm * share / length / (_INPUT[aim] if aim == "weight" else 1.0)
+        found.append(_planted(path, layer, columns.float() * _INPUT[aim], rows.float() * size))
+    return found
 
 
 def unreached(model: nn.Module) -> list[str]:

@@ -25,10 +25,20 @@ from dphero.guidance import Guidance, Released, resolve
 from dphero.lot_sum import LotSum
 from dphero.mechanism import Mechanism, Mode
 
-__all__ = ["EngineRelease", "Settings", "small_model"]
+__all__ = ["EngineRelease", "Settings", "canary_gradient", "records", "small_model"]
 
-_COMPANY = 8
-"""Other examples in the lot, where it is not sampled. They pull the other way: a divisor that counts them shows."""
+Neighbours = Literal["large", "small"]
+
+_NEIGHBOURS: Mapping[Neighbours, tuple[float, ...]] = {
+    "large": (-1.0,) * 8,
+    "small": (-0.005, 0.0) * 4,
+}
+"""Gradients of the other examples in the lot, where it is not sampled, over the canary's, whose norm is 100 C.
+
+All pull the other way: a divisor that counts them shows. *Small* ones, of C/2 and 0, are what a clip rule that looks at
+the whole lot (at its mean norm, its largest, that of all together) turns into a leak: the canary changes the weight of
+everybody.
+"""
 _WARM_UP = 30
 """Releases of nothing but noise from which guidance by released gradients makes a shape."""
 
@@ -67,16 +77,18 @@ def small_model() -> nn.Sequential:
 class EngineRelease:
     """Releases ``steps`` lots of a private engine and scores them; see :class:`dphero.audit.Release`.
 
-    In every second lot of a release the canary, and its company, pull the other way: noise that is used twice would
+    In every second lot of a release the canary, and its neighbours, pull the other way: noise that is used twice would
     cancel, and does not hide the canary.
 
     Args:
         settings: How the engine is made.
         model: Whose layers carry the canary.
-        sample_rate: q of Poisson lots. At 1 the canary has company that pulls the other way.
+        sample_rate: q of Poisson lots. At 1 the canary has neighbours that pull the other way.
         steps: Lots in one release; for shuffled lots, those of one epoch.
         seed: Decides noise and lots.
         aim: Where the canary enters the layers.
+        neighbours: How large the gradients of the other examples are.
+        direction: Draws a random direction of the canary; ``None`` for that in which the noise is weakest.
     """
 
     settings: Settings
@@ -85,6 +97,8 @@ class EngineRelease:
     steps: int = 1
     seed: int = 0
     aim: Aim = "weight"
+    neighbours: Neighbours = "large"
+    direction: int | None = None
     _sides: dict[bool, _Side] = field(default_factory=dict, init=False)
     _prepared: tuple[list[Plant], str | Guidance] | None = field(default=None, init=False)
 
@@ -97,7 +111,7 @@ class EngineRelease:
     def prepared(self) -> tuple[list[Plant], str | Guidance]:
         """Return the canary and the guidance: the same for both worlds."""
         if self._prepared is None:
-            self._prepared = _prepare(self.model, self.settings, self.aim)
+            self._prepared = _prepare(self.model, self.settings, self.aim, self.direction)
         return self._prepared
 
     def ledger(self) -> Ledger:
@@ -130,19 +144,21 @@ class _Side:
         self.plants, guidance = audited.prepared()
         self.port = Port(model, self.plants)
         self.engine = PrivacyEngine()
-        rows = steps * 4 if self.shuffled else _COMPANY
+        others = _NEIGHBOURS[audited.neighbours]
+        rows = steps * 4 if self.shuffled else len(others)
         lot: dict[str, Any] = {"sample_rate": self.rate, "expected_batch_size": float(rows) * self.rate}
         if self.shuffled:
             lot = {"expected_batch_size": 4}
-        self.company = _COMPANY if self.rate == 1.0 and not self.shuffled else 0
-        weights = [-1.0 if self.company else 0.0] * (rows - self.shuffled)
+        pulling = self.rate == 1.0 and not self.shuffled
+        self.neighbours = others if pulling else ()
+        weights = list(others) if pulling else [0.0] * (rows - self.shuffled)
         if canary_in or self.shuffled:  # shuffled lots are about blanking a record out, not about leaving it away
             weights.append(float(canary_in))
         self.optimizer = torch.optim.SGD(self.port.parameters(), lr=0.0)
         _, _, self.loader = self.engine.make_private(
             module=self.port,
             optimizer=self.optimizer,
-            data_loader=_records(self.plants, weights),
+            data_loader=records(self.plants, weights),
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
             mechanism=settings.mechanism,
@@ -157,7 +173,7 @@ class _Side:
         )
         self.first: Ledger | None = None
         self.uncharged = 0
-        self._gradient = _gradient(self.port, self.plants, self.engine)
+        self._gradient = canary_gradient(self.port, self.plants, self.engine)
         self._clipping = self.mechanism.clipping.state_dict()
         self._batches: Iterator[Any] = iter(())
         self._known: tuple[Mapping[str, Geometry], float] | None = None
@@ -192,7 +208,7 @@ class _Side:
             loss = loss + (output * readout).sum()
         (loss * sign).backward()
         released = torch.cat([_gradient_of(parameter).flatten() for parameter in self.port.parameters()])
-        along = sign * float(released.double() @ self._readout) + self.company * self._mu
+        along = sign * float(released.double() @ self._readout) - self._pull
         return self._mu * along - self._mu**2 / 2
 
     def _next(self) -> Any:
@@ -213,15 +229,27 @@ class _Side:
         if self._known is not None and self._known[0] is known[0] and self._known[1] == known[1]:
             return
         self._known = known
-        norms = {name: mechanism.norm_geometry[name].square_norm(g)[None] for name, g in self._gradient.items()}
-        weights = mechanism.clipping.weights(norms)
         unit = mechanism._gradient_multiplier * mechanism.clipping.norm
-        moved = {
-            name: mechanism.noise_geometry[name].whiten(g * weights[name]) / unit for name, g in self._gradient.items()
-        }
+        moved = self._moved(1.0)
         self._mu = math.sqrt(sum(float(each.square().sum()) for each in moved.values()))
+        pulls = {size: self._moved(size) for size in set(self.neighbours) if size}
+        self._pull = sum(
+            float((pulls[size][name] * each).sum()) / self._mu
+            for size in self.neighbours
+            if size
+            for name, each in moved.items()
+        )
         readout = [mechanism.noise_geometry[name].whiten(each).flatten() for name, each in moved.items()]
         self._readout = torch.cat(readout) * (mechanism.expected_lot / unit / self._mu)
+
+    def _moved(self, size: float) -> dict[str, Tensor]:
+        """Return A⁻¹ f g / (σ C) of an example with ``size`` times the canary's gradient."""
+        mechanism = self.mechanism
+        gradient = {name: g * size for name, g in self._gradient.items()}
+        norms = {name: mechanism.norm_geometry[name].square_norm(g)[None] for name, g in gradient.items()}
+        weights = mechanism.clipping.weights(norms)
+        unit = mechanism._gradient_multiplier * mechanism.clipping.norm
+        return {name: mechanism.noise_geometry[name].whiten(g * weights[name]) / unit for name, g in gradient.items()}
 
 
 class _Frozen:
@@ -247,7 +275,9 @@ class _Frozen:
         """Take up nothing."""
 
 
-def _prepare(model: nn.Module, settings: Settings, aim: Aim) -> tuple[list[Plant], str | Guidance]:
+def _prepare(
+    model: nn.Module, settings: Settings, aim: Aim, direction: int | None
+) -> tuple[list[Plant], str | Guidance]:
     """Attach an engine for a moment, to see its geometry; return the worst canary for that, and the guidance to use.
 
     Where norms are plain, the canary must stay where the noise is weakest: guidance by released gradients is then given
@@ -275,12 +305,14 @@ def _prepare(model: nn.Module, settings: Settings, aim: Aim) -> tuple[list[Plant
         mechanism.refresh()
     geometry = mechanism.noise_geometry
     engine.detach()
-    plants = plant(model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.", aim=aim)
+    plants = plant(
+        model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.", aim=aim, seed=direction
+    )
     frozen = guidance.needs_gradients and not shaped
     return plants, _Frozen(geometry) if frozen else settings.guidance
 
 
-def _records(plants: Sequence[Plant], weights: Sequence[float]) -> TensorDataset:
+def records(plants: Sequence[Plant], weights: Sequence[float]) -> TensorDataset:
     """Return one record per weight: the canary's inputs, and its read-outs times that weight.
 
     No two records are alike, or the engine could not see that it may treat them apart: each has an input a little
@@ -297,7 +329,7 @@ def _times(factors: Tensor, row: Tensor) -> Tensor:
     return row * factors.to(row).view(-1, *[1] * (row.dim() - 1))
 
 
-def _gradient(port: Port, plants: Sequence[Plant], engine: PrivacyEngine) -> dict[str, Tensor]:
+def canary_gradient(port: Port, plants: Sequence[Plant], engine: PrivacyEngine) -> dict[str, Tensor]:
     """Return the canary's own gradient, by plain autograd and in float64: what the engine should see."""
     with engine.paused():
         outputs = port(*(each.inputs for each in plants))

@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from dphero.accounting import claimed_by_paper
 from dphero.accounting.curves import gaussian_epsilon
-from dphero.audit.canary import Aim, has_bias
+from dphero.audit.canary import has_bias
+from dphero.audit.checks import Check, judge
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
 from dphero.audit.threads import one_thread
 from dphero.audit.two_sample import Audit, audit
+from dphero.audit.white_box import look_inside
 
-__all__ = ["audit_mechanism", "engine_claim"]
+__all__ = ["MechanismAudit", "audit_mechanism", "engine_claim", "releases_of"]
 
 _QUIET = 0.25
 """σ of the audit of sampling: who is in a lot should be seen."""
+_INSIDE = 0.2
+"""Share of the error probability that the look inside has: its tests are strong, attacks need more."""
+_FEWEST, _MOST = 300, 600
+"""Releases that are looked into."""
+_APART = 1000
+"""Between the seeds of engines."""
+
+
+@dataclass(frozen=True)
+class MechanismAudit:
+    """What was found about the mechanism of an engine.
+
+    Attributes:
+        audits: Attacks: how much releases give away, against the claim.
+        checks: The parts that the claim rests on: noise, lots, geometry, ledger, price.
+        noise_multiplier: σ that both were made at (*sampling* at a smaller one).
+    """
+
+    audits: Sequence[Audit]
+    checks: Sequence[Check]
+    noise_multiplier: float
+
+    @property
+    def refuted(self) -> bool:
+        """Whether an attack or a check refutes the claim."""
+        return any(each.refuted for each in self.audits) or any(each.refuted for each in self.checks)
 
 
 @one_thread()
@@ -31,48 +60,91 @@ def audit_mechanism(
     delta: float = 1e-5,
     confidence: float = 0.95,
     seed: int = 0,
+    until_refuted: bool = False,
     report: Callable[[int], None] = lambda done: None,
-) -> list[Audit]:
-    """Audit what an engine with these settings releases, from several sides that hold together at the confidence.
+) -> MechanismAudit:
+    """Audit what an engine with these settings releases: attacks from several sides, and a look inside.
 
     *release*: two lots of all the data. Sees noise that is too small, used in the next lot again, or weak in a
     direction; clipping that lets something through; a divisor that depends on who is there.
     *release, biases*: the same, with a canary in the biases of the layers.
+    *release, small neighbours*: the same, with a canary of a random direction, among examples whose gradients are small
+    or zero. Sees clipping by anything but the example's own norm.
     *sampling*: an epoch of two lots at rate 1/2, with little noise. Sees a record that is in lots more often than is
     priced, or in one of them for sure.
 
     Each claim is what the engine's own ledger says; for ``published``, what the paper says.
+
+    The *look inside* (:func:`~dphero.audit.white_box.look_inside`) tests the noise, the lots, the geometry and the
+    price themselves; ``published``, whose price is known to be wrong, goes without.
 
     Args:
         settings: What to audit.
         model: On which model; default a small one.
         releases: How many with, and how many without, the canary, for each side.
         delta: δ.
-        confidence: For all sides together.
+        confidence: For all sides and checks together.
         seed: Makes the audit repeatable.
+        until_refuted: Stop after the first part that refutes a claim: the verdict is the same.
         report: Called with the number of releases done, now and then.
     """
     settings = settings or Settings()
     model = small_model() if model is None else model
-    name = "release" if settings.sampling == "poisson" else "shuffled epoch"
-    sides: list[tuple[str, Settings, float, Aim]] = [(name, settings, 1.0, "weight")]
-    if settings.mechanism != "published":  # its claim is wrong, and does not speak of sampling
-        if settings.sampling == "poisson":
-            sides.append(("sampling", replace(settings, noise_multiplier=_QUIET), 0.5, "weight"))
-        if has_bias(model):
-            sides.append((f"{name}, biases", settings, 1.0, "bias"))
-    each = 1 - (1 - confidence) / len(sides)
-    return [
-        audit_engine(
-            EngineRelease(audited, model, sample_rate=rate, steps=2, seed=seed + 1000 * number, aim=aim),
+    sides = _sides(settings, model, seed)
+    inside = settings.mechanism != "published"
+    error = 1 - confidence
+    each = 1 - error * (1 - _INSIDE * inside) / len(sides)
+    made, looks = 0, _looks(settings, releases)
+    found = MechanismAudit((), (), settings.noise_multiplier)
+    if inside:
+        checks = look_inside(
+            settings, model, releases=looks, delta=delta, seed=seed + _APART * len(sides), report=report
+        )
+        found, made = replace(found, checks=judge(checks, error * _INSIDE)), looks
+    for name, release in sides:
+        if until_refuted and found.refuted:
+            break
+        one = audit_engine(
+            release,
             name=name,
             releases=releases,
             delta=delta,
             confidence=each,
             seed=seed,
-            report=after(2 * releases * number, report),
+            report=after(made, report),
         )
-        for number, (name, audited, rate, aim) in enumerate(sides)
+        found, made = replace(found, audits=(*found.audits, one)), made + 2 * releases
+    return found
+
+
+def releases_of(settings: Settings, model: nn.Module, releases: int) -> int:
+    """Return how many releases the audit reports in all."""
+    return 2 * releases * len(_sides(settings, model, 0)) + _looks(settings, releases)
+
+
+def _looks(settings: Settings, releases: int) -> int:
+    """Return how many releases are looked into."""
+    return min(max(releases, _FEWEST), _MOST) if settings.mechanism != "published" else 0
+
+
+def _sides(settings: Settings, model: nn.Module, seed: int) -> list[tuple[str, EngineRelease]]:
+    """Return the attacks, by name: what is released."""
+    shuffled = settings.sampling == "shuffle"
+    name = "shuffled epoch" if shuffled else "release"
+    made: list[tuple[str, dict[str, Any]]] = [(name, {})]
+    if settings.mechanism != "published":  # its claim is wrong, and does not speak of sampling
+        quiet = replace(settings, noise_multiplier=_QUIET)
+        if not shuffled:
+            made.append(("sampling", {"settings": quiet, "sample_rate": 0.5}))
+            made.append((f"{name}, small neighbours", {"neighbours": "small", "direction": seed}))
+        if has_bias(model):
+            made.append((f"{name}, biases", {"aim": "bias"}))
+    return [
+        (
+            name,
+            EngineRelease(**{"settings": settings, "model": model, "steps": 2, "seed": seed + _APART * n, **changes}),
+        )
+        for n, (name, changes) in enumerate(made)
     ]
 
 

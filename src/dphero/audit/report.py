@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from dphero.audit.checks import Check
 from dphero.audit.membership import Roc
 from dphero.audit.one_run import OneRun
 from dphero.audit.run_ledger import RunLedger
@@ -34,6 +35,7 @@ class Report:
         notes: What a reader must know: what was left out, and why.
         confidence: The probability with which all bounds hold together; ``None`` where each has its own.
         ledger: For a run: the ε that it printed, against its own ledger.
+        checks: The parts of the mechanism that the claim rests on.
     """
 
     title: str
@@ -43,13 +45,15 @@ class Report:
     notes: Sequence[str] = ()
     confidence: float | None = None
     ledger: RunLedger | None = None
+    checks: Sequence[Check] = ()
 
     @property
     def refuted(self) -> bool:
         """Whether any claim is refuted."""
         if self.ledger is not None and self.ledger.refuted:
             return True
-        return any(each.refuted for each in self.audits) or any(each.refuted for each in self.one_runs)
+        found: list[Audit | Check | OneRun] = [*self.audits, *self.checks, *self.one_runs]
+        return any(each.refuted for each in found)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -59,6 +63,7 @@ class Report:
             "confidence": self.confidence,
             "ledger": None if self.ledger is None else self.ledger.as_dict(),
             "audits": [each.as_dict() for each in self.audits],
+            "checks": [each.as_dict() for each in self.checks],
             "one_run": [each.as_dict() for each in self.one_runs],
             "membership": [each.as_dict() for each in self.attacks],
             "notes": list(self.notes),

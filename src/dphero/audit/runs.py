@@ -10,9 +10,10 @@ from os import PathLike
 from torch import nn
 
 from dphero.audit.canary import unreached
+from dphero.audit.checks import Check
 from dphero.audit.engine_release import Settings, small_model
 from dphero.audit.many_runs import audit_method
-from dphero.audit.mechanism import audit_mechanism
+from dphero.audit.mechanism import audit_mechanism, releases_of
 from dphero.audit.membership import Roc, lira, loss_attack
 from dphero.audit.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run, room
 from dphero.audit.report import Report
@@ -139,13 +140,17 @@ def audit_recipe(
     if settings is not None and (missed := unreached(model)):
         notes.append(f"no canary enters {_listed(missed)}: a leak that is there alone is not seen by single releases")
     audits: list[Audit] = []
+    checks: list[Check] = []
     each = 1 - (1 - confidence) / (1 + 2 * (settings is not None) + (not quick))
     if settings is not None:
         seen = replace(settings, noise_multiplier=min(settings.noise_multiplier, _MOST_NOISE))
-        audits += audit_mechanism(
+        made = releases_of(seen, model, releases)
+        inside = audit_mechanism(
             seen, model=model, releases=releases, delta=delta, confidence=each, seed=seed,
-            report=lambda done: tell("Releasing", done, 6 * releases),
+            report=lambda done: tell("Releasing", done, made),
         )  # fmt: skip
+        audits += inside.audits
+        checks += inside.checks
     few = max(releases // 10, 40)
     small = audit_method(
         recipe.method, options=recipe.options, releases=few, delta=delta, confidence=each, seed=seed,
@@ -166,7 +171,9 @@ def audit_recipe(
         # Blank records among the data make longer epochs: then the steps may be others than the run's.
         one_runs.append(one_run if absence(recipe.method) == "blank" else _held_to(printed, one_run, steps))
         attacks.append(attack)
-    return Report(f"method {recipe.method} on {recipe.data}", audits, one_runs, attacks, notes, confidence)
+    return Report(
+        f"method {recipe.method} on {recipe.data}", audits, one_runs, attacks, notes, confidence, checks=checks
+    )
 
 
 def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:

@@ -204,10 +204,17 @@ def _show(report: Report) -> None:
     for run in report.one_runs:
         cells = [_up(run.claimed_epsilon), *([""] if known else []), f"{run.audited_epsilon:.2f}", "–"]
         table.add_row(run.name.removeprefix("one training, "), *cells, _verdict(run.refuted))
+    if report.checks:
+        table.add_row(
+            f"{len(report.checks)} checks", *["–"] * (3 + known), _verdict(any(c.refuted for c in report.checks))
+        )
     if report.ledger is not None:
         cells = [_up(report.ledger.printed_epsilon), *([""] if known else []), "–", "–"]
         table.add_row("its own ledger", *cells, _verdict(report.ledger.refuted))
     screen.print(table)
+    for check in report.checks:
+        if check.refuted:
+            screen.print(f"{check.name} REFUTED: {check.finding} (p = {check.p_value:.2g})")
     for run in report.one_runs:
         guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
         screen.print(f"{run.name[0].upper()}{run.name[1:]}: {guessed}")
