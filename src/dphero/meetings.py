@@ -8,12 +8,13 @@ differentiated example by example under ``vmap``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from dphero.functional.context import Context, GradientSink
 from dphero.layers.generic import example_gradients
 from dphero.layout import Layout
 from dphero.operation import Operation
@@ -21,15 +22,11 @@ from dphero.pieces import Explicit, Piece
 from dphero.plan import Key, Unforeseen
 from dphero.readings import Reading, read
 from dphero.shared import NoSharedRule, ParameterOrigin, Shared, SharedValue, plain
-from dphero.tape import Tape
-
-if TYPE_CHECKING:
-    from dphero.taps import Taps
 
 __all__ = ["attached", "follow"]
 
 
-def follow(taps: Taps, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
     """Run an operation on shared values.
 
     Args:
@@ -80,7 +77,7 @@ def follow(taps: Taps, operation: Operation, tensors: list[Tensor], args: Any, k
 
 
 def _meet(
-    taps: Taps,
+    taps: Context,
     key: Key,
     axis: int,
     operation: Operation,
@@ -116,7 +113,7 @@ def _meet(
     return tree_unflatten(leaves, structure)
 
 
-def _read_off(taps: Taps, tape: Tape, out: Tensor, layout: Layout, readings: list[Reading]) -> None:
+def _read_off(taps: Context, tape: GradientSink, out: Tensor, layout: Layout, readings: list[Reading]) -> None:
     """Watch the output once for every shared argument."""
     for shared, make, saved in readings:
 
@@ -128,8 +125,8 @@ def _read_off(taps: Taps, tape: Tape, out: Tensor, layout: Layout, readings: lis
 
 
 def _example_by_example(
-    taps: Taps,
-    tape: Tape,
+    taps: Context,
+    tape: GradientSink,
     out: Tensor,
     layouts: Sequence[Layout],
     operation: Operation,
@@ -166,8 +163,8 @@ def _example_by_example(
 
 
 def _elementwise(
-    taps: Taps,
-    tape: Tape,
+    taps: Context,
+    tape: GradientSink,
     axis: int,
     operation: Operation,
     args: Any,
@@ -206,7 +203,7 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> torch.Size:
     return torch.Size([next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)])
 
 
-def _once_per_example(taps: Taps, tape: Tape, layout: Layout, aligned: list[int], shared: Shared) -> Tensor:
+def _once_per_example(taps: Context, tape: GradientSink, layout: Layout, aligned: list[int], shared: Shared) -> Tensor:
     """Return a copy of a shared value for each example, in the batch axis of the result."""
     assert layout.axis is not None
     value, own, rows = shared.value, shared.plain.shape, taps.rows

@@ -12,18 +12,15 @@ A gradient that reaches a shared value on any other way raises an error: none is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dphero.functional.context import Context, GradientSink, Owner
 from dphero.operation import take_apart
 from dphero.pieces import Explicit, Outer, Piece
 from dphero.readings import SIMPLER
-from dphero.tape import Tape
-
-if TYPE_CHECKING:
-    from dphero.taps import Site, Taps
 
 __all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Shared", "SharedValue", "plain"]
 
@@ -35,7 +32,7 @@ class NoSharedRule(RuntimeError):
         site: The module in whose code it happened, where all parameters in question are its own.
     """
 
-    def __init__(self, label: str, operation: str, site: Site | None) -> None:
+    def __init__(self, label: str, operation: str, site: Owner | None) -> None:
         super().__init__(
             f"{label}: what {operation} does to its parameters cannot be followed example by example. Use the "
             "out-of-place form of the operation, or move it into a module of its own and register a rule for "
@@ -47,15 +44,15 @@ class NoSharedRule(RuntimeError):
 class Origin:
     """Where a shared value comes from: a leaf of its own little graph, and what takes its gradients."""
 
-    def __init__(self, plain: Tensor, taps: Taps, label: str) -> None:
+    def __init__(self, plain: Tensor, taps: Context, label: str) -> None:
         self.leaf = plain.detach().requires_grad_()
         self.leaf.register_hook(_guard(taps, label))
 
-    def expect(self, tape: Tape) -> None:
+    def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, one coming piece."""
         raise NotImplementedError
 
-    def take(self, tape: Tape, piece: Piece) -> None:
+    def take(self, tape: GradientSink, piece: Piece) -> None:
         """Take the per-example gradients of the leaf."""
         raise NotImplementedError
 
@@ -63,14 +60,14 @@ class Origin:
 class ParameterOrigin(Origin):
     """A parameter itself."""
 
-    def __init__(self, name: str, parameter: Tensor, taps: Taps, label: str) -> None:
+    def __init__(self, name: str, parameter: Tensor, taps: Context, label: str) -> None:
         super().__init__(parameter, taps, label)
         self.name = name
 
-    def expect(self, tape: Tape) -> None:
+    def expect(self, tape: GradientSink) -> None:
         tape.expect([self.name])
 
-    def take(self, tape: Tape, piece: Piece) -> None:
+    def take(self, tape: GradientSink, piece: Piece) -> None:
         tape.deliver(self.name, piece)
 
 
@@ -84,18 +81,18 @@ class LayerOrigin(Origin):
     """
 
     def __init__(
-        self, out: Tensor, names: Sequence[str], make: Callable[[Tensor], dict[str, Piece]], taps: Taps, label: str
+        self, out: Tensor, names: Sequence[str], make: Callable[[Tensor], dict[str, Piece]], taps: Context, label: str
     ) -> None:
         self.before = out.value if isinstance(out, Shared) else None
         super().__init__(out.plain if isinstance(out, Shared) else out, taps, label)
         self._names, self._make = names, make
 
-    def expect(self, tape: Tape) -> None:
+    def expect(self, tape: GradientSink) -> None:
         tape.expect(self._names)
         if self.before is not None:
             self.before.expect(tape)
 
-    def take(self, tape: Tape, piece: Piece) -> None:
+    def take(self, tape: GradientSink, piece: Piece) -> None:
         gradients = piece.instantiate()
         for name, part in self._make(gradients).items():
             tape.deliver(name, part)
@@ -106,15 +103,15 @@ class LayerOrigin(Origin):
 class SharedValue:
     """The plain tensor behind a :class:`Shared`, and its origins."""
 
-    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Taps) -> None:
+    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context) -> None:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
 
-    def expect(self, tape: Tape) -> None:
+    def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, that the value met the batch once more."""
         for origin in self.origins:
             origin.expect(tape)
 
-    def receive(self, tape: Tape, piece: Piece) -> None:
+    def receive(self, tape: GradientSink, piece: Piece) -> None:
         """Carry per-example gradients of this value back to its origins."""
         origin = self.origins[0]
         if origin.leaf is self.plain:
@@ -125,7 +122,7 @@ class SharedValue:
             tape.defer(lambda: self._pull(tape, piece))
 
     @torch.no_grad()
-    def _pull(self, tape: Tape, piece: Piece) -> None:
+    def _pull(self, tape: GradientSink, piece: Piece) -> None:
         with self._taps.reading():
             found = self._pulled(piece.instantiate().to(self.plain.dtype))
         for origin, gradient in zip(self.origins, found, strict=True):
@@ -154,12 +151,12 @@ class Shared(torch.Tensor):
     """
 
     value: SharedValue
-    taps: Taps
+    taps: Context
     path: str
     label: str
 
     @staticmethod
-    def wrap(value: SharedValue, taps: Taps, path: str, label: str) -> Shared:
+    def wrap(value: SharedValue, taps: Context, path: str, label: str) -> Shared:
         """Wrap a plain value of the module at ``path``."""
         tensor = torch.Tensor._make_subclass(Shared, value.plain.detach(), True)
         tensor.value, tensor.taps, tensor.path, tensor.label = value, taps, path, label
@@ -199,7 +196,7 @@ def plain(value: Any) -> Any:
     return value.plain if isinstance(value, Shared) else value
 
 
-def _guard(taps: Taps, label: str) -> Callable[[Tensor], None]:
+def _guard(taps: Context, label: str) -> Callable[[Tensor], None]:
     def refuse(gradient: Tensor) -> None:
         if not taps.is_reading:
             raise RuntimeError(

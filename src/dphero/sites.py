@@ -58,23 +58,21 @@ class Site:
 
 
 class Call:
-    """One call of one site: what a layer rule works with.
-
-    ``call["weight"]`` is the module's parameter, detached; ``call.get("bias")`` is ``None`` where there is
-    none; ``call.wants("bias")`` tells whether its gradient is asked for.
-    """
+    """One call of one site: what a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""
 
     def __init__(self, taps: Taps, site: Site) -> None:
-        self.taps, self.site = taps, site
+        self._taps, self._site = taps, site
+        self.module, self.parameters, self.original = site.module, site.parameters, site.original
+        self.memory, self.holding, self.paused = site.memory, site.holding, taps.paused
 
     @property
-    def module(self) -> nn.Module:
-        """The module that is being called."""
-        return self.site.module
+    def label(self) -> str:
+        """Name and type of the module, for messages."""
+        return self._site.label
 
     def __getitem__(self, name: str) -> Tensor:
-        parameter = self.site.parameters.get(name, self.module._parameters.get(name))
-        assert parameter is not None, f"{self.site.label} has no parameter {name!r}"
+        parameter = self.parameters.get(name, self.module._parameters.get(name))
+        assert parameter is not None, f"{self.label} has no parameter {name!r}"
         return parameter.detach()
 
     def get(self, name: str) -> Tensor | None:
@@ -83,23 +81,13 @@ class Call:
 
     def wants(self, name: str) -> bool:
         """Tell whether the gradient of this parameter is asked for."""
-        return name in self.site.names
+        return name in self._site.names
 
     def tap(
         self, compute: Callable[[], Tensor], make: PieceMaker, *saved: Any, role: str = "", split: bool = False
     ) -> Tensor:
-        """Compute an output, and have its gradient turned into pieces.
-
-        Args:
-            compute: Returns the output from detached parameters.
-            make: ``make(output_gradient, *saved)`` returns the pieces by local parameter name; every tensor
-                reaches it with the rows in front, one per example (or several consecutive ones, where the model
-                folded positions into the batch: such pieces are added up).
-            saved: What ``make`` needs besides, usually the layer's input.
-            role: Tells the outputs of one module apart, where it taps several.
-            split: Give ``make`` every tensor as ``(n, ...)``: for each example, that of a batch of this example alone.
-        """
-        return self.taps.tap(self.site, role, compute, make, saved, split)
+        """See :meth:`dphero.layers.call.LayerCall.tap`."""
+        return self._taps.tap(self._site, role, compute, make, saved, split)
 
 
 def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Site]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.pieces import Explicit, Outer, Piece
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["multihead_attention"]
 
 
 @register(nn.MultiheadAttention)
 def multihead_attention(
-    call: Call,
+    call: LayerCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,7 +33,7 @@ def multihead_attention(
     assert isinstance(module, nn.MultiheadAttention)
     if query.dim() != 3 or module.bias_k is not None or module.add_zero_attn:
         raise ValueError(
-            f"{call.site.label}: the query must have a batch axis, and neither add_bias_kv nor add_zero_attn is "
+            f"{call.label}: the query must have a batch axis, and neither add_bias_kv nor add_zero_attn is "
             "supported in private training"
         )
     q, k, v = _project(call, query, key, value)
@@ -62,7 +60,7 @@ def multihead_attention(
     return out, weights
 
 
-def _project(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _project(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     bias = call.get("in_proj_bias")
     width = query.shape[-1]
     if call.get("in_proj_weight") is not None:
@@ -91,7 +89,7 @@ def _project(call: Call, query: Tensor, key: Tensor, value: Tensor) -> list[Tens
     return outs
 
 
-def _pieces(call: Call, name: str, delta: Tensor, x: Tensor, pad: tuple[int, int]) -> dict[str, Piece]:
+def _pieces(call: LayerCall, name: str, delta: Tensor, x: Tensor, pad: tuple[int, int]) -> dict[str, Piece]:
     """Pieces of one projection; ``pad`` says where its rows lie in the joint weight and bias."""
     joint = F.pad(delta, pad) if any(pad) else delta
     pieces: dict[str, Piece] = {name: Outer(joint if name == "in_proj_weight" else delta, x)}

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.pieces import Explicit, Piece
 from dphero.room import Room
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["convolution"]
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def convolution(call: Call, input: Tensor) -> Tensor:
+def convolution(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a convolution with any stride, padding, dilation and groups."""
     module, x = call.module, input
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
@@ -30,7 +26,7 @@ def convolution(call: Call, input: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * (x.dim() - 2)
     arguments = convolution_arguments(module.weight, module.stride, padding, module.dilation, module.groups)
-    room = call.site.memory.setdefault("room", Room())
+    room = call.memory.setdefault("room", Room())
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         pieces: dict[str, Piece] = {"weight": conv_piece(x, delta, arguments, room)}

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.pieces import Piece, Rows
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["embedding", "embedding_bag"]
 
 
 @register(nn.Embedding)
-def embedding(call: Call, input: Tensor) -> Tensor:
+def embedding(call: LayerCall, input: Tensor) -> Tensor:
     """Tap an embedding; the padding row gets no gradient."""
     module = call.module
     assert isinstance(module, nn.Embedding)
@@ -27,14 +23,14 @@ def embedding(call: Call, input: Tensor) -> Tensor:
 
 @register(nn.EmbeddingBag)
 def embedding_bag(
-    call: Call, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    call: LayerCall, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
     """Tap bags of equal length: an embedding, then a sum, mean or maximum over each bag without its padding."""
     module, index = call.module, input
     assert isinstance(module, nn.EmbeddingBag)
     if index.dim() != 2 or offsets is not None:
         raise ValueError(
-            f"{call.site.label}: bags given by offsets are not supported in private training; give indices of shape "
+            f"{call.label}: bags given by offsets are not supported in private training; give indices of shape "
             "(batch, length), with padding_idx for shorter bags"
         )
     rows = _look_up(call, index, module.num_embeddings, module.padding_idx)
@@ -48,7 +44,7 @@ def embedding_bag(
     return total if module.mode == "sum" else total / kept.sum(1).clamp(min=1)
 
 
-def _look_up(call: Call, index: Tensor, rows: int, padding: int | None) -> Tensor:
+def _look_up(call: LayerCall, index: Tensor, rows: int, padding: int | None) -> Tensor:
     def make(delta: Tensor, index: Tensor) -> dict[str, Piece]:
         index = index.reshape(len(index), -1)
         delta = delta.reshape(len(delta), -1, delta.shape[-1])

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from dphero.functional.context import OpaqueCall
 from dphero.operation import take_apart
 from dphero.pieces import Explicit, Piece
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["example_gradients", "vmapped"]
 
@@ -42,37 +40,36 @@ def example_gradients(
     return {name: gradient.detach() for name, gradient in found.items()}
 
 
-def vmapped(call: Call, *args: Any, **kwargs: Any) -> Any:
+def vmapped(call: OpaqueCall, *args: Any, **kwargs: Any) -> Any:
     """Tap the output of a module whose code cannot be followed.
 
     Exact for any module that returns one tensor and uses no random numbers. It costs a second forward pass
     of the module, and its per-example gradients in memory.
     """
-    site, taps = call.site, call.taps
-    wanted = {local: parameter.detach() for local, parameter in site.parameters.items()}
-    operation, tensors = take_apart(site.original, args, kwargs)
+    wanted = {local: parameter.detach() for local, parameter in call.parameters.items()}
+    operation, tensors = take_apart(call.original, args, kwargs)
 
     def compute() -> Tensor:
-        with site.holding(wanted):
-            out = site.original(*args, **kwargs)
+        with call.holding(wanted):
+            out = call.original(*args, **kwargs)
         if not isinstance(out, Tensor):
             raise ValueError(
-                f"{site.label} has no layer rule, its code cannot be followed, and it returns {type(out).__name__}; "
+                f"{call.label} has no layer rule, its code cannot be followed, and it returns {type(out).__name__}; "
                 "register a rule for it with @dphero.register, or have it return one tensor"
             )
         return out
 
     def one(values: dict[str, Tensor], *tensors: Tensor) -> Tensor:
-        with site.holding(values):
+        with call.holding(values):
             return operation.run(tensors)
 
     def make(gradients: Tensor, *tensors: Tensor) -> dict[str, Piece]:
         try:
-            with taps.paused():
+            with call.paused():
                 found = example_gradients(one, wanted, gradients, tensors)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{site.label} has no layer rule, and computing it example by example failed: {error}. Move random "
+                f"{call.label} has no layer rule, and computing it example by example failed: {error}. Move random "
                 "numbers (dropout) out of the module that owns the parameters, or register a rule for it with "
                 "@dphero.register."
             ) from error

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.pieces import Bias, Outer, Piece
 from dphero.room import Recycled
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["linear", "linear_pieces"]
 
 
 @register(nn.Linear)
-def linear(call: Call, input: Tensor) -> Tensor:
+def linear(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a linear layer with any number of positions."""
-    room = call.site.memory.setdefault("sum", Recycled()) if input.is_cpu else None
+    room = call.memory.setdefault("sum", Recycled()) if input.is_cpu else None
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         return linear_pieces(delta, x, bias=call.wants("bias"), room=room)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.pieces import Explicit, Piece
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 
 @register(nn.LayerNorm)
-def layer_norm(call: Call, input: Tensor) -> Tensor:
+def layer_norm(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a layer norm."""
     module = call.module
     assert isinstance(module, nn.LayerNorm)
@@ -33,7 +30,7 @@ def layer_norm(call: Call, input: Tensor) -> Tensor:
 
 
 @register(nn.RMSNorm)
-def rms_norm(call: Call, x: Tensor) -> Tensor:
+def rms_norm(call: LayerCall, x: Tensor) -> Tensor:
     """Tap an RMS norm."""
     module = call.module
     assert isinstance(module, nn.RMSNorm)
@@ -46,7 +43,7 @@ def rms_norm(call: Call, x: Tensor) -> Tensor:
 
 
 @register(nn.GroupNorm)
-def group_norm(call: Call, input: Tensor) -> Tensor:
+def group_norm(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a group norm."""
     module, x = call.module, input
     assert isinstance(module, nn.GroupNorm)
@@ -76,7 +73,7 @@ def group_norm(call: Call, input: Tensor) -> Tensor:
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(call: Call, input: Tensor) -> Tensor:
+def instance_norm(call: LayerCall, input: Tensor) -> Tensor:
     """Tap an instance norm (one with running statistics is refused when the model is made private)."""
     module = call.module
     assert isinstance(module, nn.modules.instancenorm._InstanceNorm)
@@ -88,7 +85,7 @@ def instance_norm(call: Call, input: Tensor) -> Tensor:
     )
 
 
-def _trailing(call: Call, normalise: Callable[[Tensor], Tensor], axes: int) -> Callable[..., dict[str, Piece]]:
+def _trailing(call: LayerCall, normalise: Callable[[Tensor], Tensor], axes: int) -> Callable[..., dict[str, Piece]]:
     """Pieces of parameters that scale the last ``axes`` axes: sums over the positions between."""
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
@@ -98,7 +95,7 @@ def _trailing(call: Call, normalise: Callable[[Tensor], Tensor], axes: int) -> C
     return make
 
 
-def _channels(call: Call, normalise: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Piece]]:
+def _channels(call: LayerCall, normalise: Callable[[Tensor], Tensor]) -> Callable[..., dict[str, Piece]]:
     """Pieces of parameters that scale the channels, axis 1 of each image: sums over the pixels."""
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
@@ -108,7 +105,7 @@ def _channels(call: Call, normalise: Callable[[Tensor], Tensor]) -> Callable[...
 
 
 def _affine(
-    call: Call,
+    call: LayerCall,
     delta: Tensor,
     x: Tensor,
     normalise: Callable[[Tensor], Tensor],

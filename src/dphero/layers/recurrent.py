@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from dphero.layers.call import LayerCall
 from dphero.layers.linear import linear_pieces
 from dphero.layers.registry import register
 from dphero.pieces import Piece
-
-if TYPE_CHECKING:
-    from dphero.taps import Call
 
 __all__ = ["recurrent", "recurrent_cell"]
 
 
 @register(nn.RNN, nn.GRU, nn.LSTM)
-def recurrent(call: Call, input: Tensor, hx: Any = None) -> Any:
+def recurrent(call: LayerCall, input: Tensor, hx: Any = None) -> Any:
     """Tap an RNN, GRU or LSTM: several layers, both directions, projections."""
     module, x, state = call.module, input, hx
     assert isinstance(module, nn.RNNBase)
@@ -56,7 +54,7 @@ def recurrent(call: Call, input: Tensor, hx: Any = None) -> Any:
 
 
 def _direction(
-    call: Call, x: Tensor, suffix: str, hidden: Tensor, cell: Tensor | None, reverse: bool
+    call: LayerCall, x: Tensor, suffix: str, hidden: Tensor, cell: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Any]:
     """Run one layer in one direction over (time, batch, features)."""
     module = call.module
@@ -87,7 +85,7 @@ def _step(module: nn.Module, outer: Tensor, inner: Tensor, hidden: Tensor, cell:
 
 
 @register(nn.RNNCell, nn.GRUCell, nn.LSTMCell)
-def recurrent_cell(call: Call, input: Tensor, hx: Any = None) -> Any:
+def recurrent_cell(call: LayerCall, input: Tensor, hx: Any = None) -> Any:
     """Tap one step of an RNN, GRU or LSTM."""
     module, x, state = call.module, input, hx
     assert isinstance(module, nn.RNNCellBase)
@@ -103,17 +101,16 @@ def recurrent_cell(call: Call, input: Tensor, hx: Any = None) -> Any:
     return (hidden, cell) if lstm else hidden
 
 
-def _require_batch(call: Call, x: Any, axes: int) -> None:
+def _require_batch(call: LayerCall, x: Any, axes: int) -> None:
     if isinstance(x, PackedSequence):
         raise ValueError(
-            f"{call.site.label}: packed sequences are not supported in private training; pad the sequences and "
-            "mask the loss"
+            f"{call.label}: packed sequences are not supported in private training; pad the sequences and mask the loss"
         )
     if x.dim() != axes:
-        raise ValueError(f"{call.site.label}: the input must have a batch axis, got shape {tuple(x.shape)}")
+        raise ValueError(f"{call.label}: the input must have a batch axis, got shape {tuple(x.shape)}")
 
 
-def _tapped_linear(call: Call, x: Tensor, weight: str, bias: str | None) -> Tensor:
+def _tapped_linear(call: LayerCall, x: Tensor, weight: str, bias: str | None) -> Tensor:
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         pieces = linear_pieces(delta, x, bias=bias is not None and call.wants(bias))
         return {weight if name == "weight" else str(bias): piece for name, piece in pieces.items()}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from dphero.taps import Call
+from dphero.layers.call import LayerCall
 
 __all__ = ["Rule", "find_rule", "followed", "register"]
 
@@ -56,9 +55,9 @@ def find_rule(module: nn.Module) -> Rule:
     return followed
 
 
-def followed(call: Call, *args: Any, **kwargs: Any) -> Any:
+def followed(call: LayerCall, *args: Any, **kwargs: Any) -> Any:
     """Run a module without a rule of its own as it is: its parameters are shared values, and its code is followed."""
-    return call.site.original(*args, **kwargs)
+    return call.original(*args, **kwargs)
 
 
 def _keeps_methods(kind: type, base: type[nn.Module]) -> bool:

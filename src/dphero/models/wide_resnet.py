@@ -23,10 +23,10 @@ from dphero.factors import Scalar
 from dphero.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.layers import register
+from dphero.layers.call import LayerCall
 from dphero.pieces import Explicit, Piece
 from dphero.precision import products_in
 from dphero.room import Room
-from dphero.sites import Call
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 
@@ -60,14 +60,14 @@ def _standardise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @register(StandardisedConv2d)
-def standardised_convolution(call: Call, x: Tensor) -> Tensor:
+def standardised_convolution(call: LayerCall, x: Tensor) -> Tensor:
     """Tap a standardised convolution."""
     module = call.module
     assert isinstance(module, StandardisedConv2d)
     weight, scale = _standardise(call["weight"])
     assert not isinstance(module.padding, str)
     arguments = convolution_arguments(weight, module.stride, module.padding, 1, 1)
-    room = call.site.memory.setdefault("room", Room())
+    room = call.memory.setdefault("room", Room())
 
     def make(delta: Tensor, x: Tensor, out: Tensor | None = None) -> dict[str, Piece]:
         return {"weight": Standardised(Convolution(x, delta / scale.view(-1, 1, 1), arguments, room), weight, out)}
