@@ -14,7 +14,7 @@ __all__ = ["innermost", "with_closure_evaluated"]
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer that steps, out of the wrapper that accelerate or Lightning put around it.
 
-    A wrapper calls the optimizer inside, and need not have hooks of its own (accelerate's only looks like an optimizer).
+    A wrapper calls the optimizer inside, and need not have hooks of its own: accelerate's only looks like one.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
         getattr(optimizer, "optimizer", None), Optimizer
