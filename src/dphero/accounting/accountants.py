@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from dphero import _checks as checks
 from dphero.accounting.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
 from dphero.accounting.event import Event, Relation
 from dphero.accounting.ledger import Ledger
+from dphero.accounting.many import compose_many
 
 DEFAULT_FILTER_ORDER = 8.0
 """The Rényi filter's order unless another is fixed in advance; near the best for epsilon 3 at delta 1e-5."""
@@ -23,6 +25,7 @@ MAX_STEPS = 10**6
 
 _FINEST, _FINE, _COARSE = 1e-7, 1e-4, 1e-3
 _WIDEST = 0.1
+_FEW = 16  # different events that are composed one by one
 _MAX_POINTS_ONE, _MAX_POINTS_ALL = 2e5, 4e6  # a few seconds and a few hundred megabytes at most
 _GUARD_ORDERS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # whole and few: quick
 
@@ -243,16 +246,75 @@ def _pld(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order:
     rest = {event: count for event, count in charges.items() if exact[event] is None}
     if not rest:
         return _Answer(gaussian_epsilon(mu, delta))
-    steps = sum(rest.values())
-    # The FFT leaves noise of about 1e-16 per composition in the tail. Taking it off delta keeps the price a
-    # bound; once it is of delta's own size the tail says nothing (dp_accounting then reports too much or too
-    # little).
-    rounding = 2e-14 * (1 + len(rest)) + 1e-15 * steps
-    interval = _interval(rest, steps, mu, coarse)
-    if steps > MAX_STEPS or delta < 2 * rounding or interval > _WIDEST:
+    composed = _few(rest, mu, coarse, delta) if len(rest) <= _FEW else _many(rest, mu, coarse, delta)
+    if composed is None:
         return _by_rdp(charges, delta)
-    total: PrivacyLossDistribution | None = None
-    for event, count in rest.items():
+    total, delta_left = composed
+    epsilon = float(total.get_epsilon_for_delta(delta_left))
+    if len(rest) > _FEW:
+        epsilon = _up_to_nine_digits(epsilon)
+    if math.isinf(epsilon) and all(event.rdp(_GUARD_ORDERS) is not None for event in charges):
+        other = _by_rdp(charges, delta)  # losses of some 700 overflow in dp_accounting
+        return other if math.isfinite(other.epsilon) else _Answer(epsilon)
+    return _Answer(epsilon)
+
+
+_Composed = tuple[PrivacyLossDistribution, float] | None  # the distribution and what is left of delta
+
+
+def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> _Composed:
+    """Compose a few different events one by one; ``None`` where that has no digits left."""
+    steps = sum(charges.values())
+    interval = _interval(charges, steps, mu, coarse)
+    rounding = _rounding(len(charges), steps)
+    if steps > MAX_STEPS or delta < 2 * rounding or interval > _WIDEST:
+        return None
+    return _one_by_one(charges, mu, interval, None), delta - rounding
+
+
+def _many(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> _Composed:
+    """Compose many different events: the sampled Gaussians among them together, the others one by one."""
+    together: Counter[tuple[float, float]] = Counter()
+    others: dict[Event, int] = {}
+    for event, count in charges.items():
+        release = event.sampled_gaussian()
+        if release is None:
+            others[event] = count
+        else:
+            together[release] += count
+    if len(together) <= _FEW:
+        return _few(charges, mu, coarse, delta)
+    steps = sum(others.values())
+    rounding = _rounding(len(others), steps) if others or mu > 0 else 0.0
+    if sum(charges.values()) > MAX_STEPS or delta < 2 * rounding:
+        return None
+    interval, start = compose_many(together, delta, coarse=coarse)
+    if interval > _WIDEST:
+        return None
+    return _one_by_one(others, mu, interval, start), delta - rounding
+
+
+def _up_to_nine_digits(epsilon: float) -> float:
+    """Round up: the last digits depend on the order of multiplication, and so on what was priced before."""
+    if not 0 < epsilon < math.inf:
+        return epsilon
+    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 8)
+    return math.ceil(epsilon / unit) * unit
+
+
+def _rounding(different: int, steps: int) -> float:
+    """What the FFT can leave in the tail: about 1e-16 per composition.
+
+    Taking it off delta keeps the price a bound; once it is of delta's own size the tail says nothing (dp_accounting
+    then reports too much or too little).
+    """
+    return 2e-14 * (1 + different) + 1e-15 * steps
+
+
+def _one_by_one(
+    charges: Mapping[Event, int], mu: float, interval: float, total: PrivacyLossDistribution | None
+) -> PrivacyLossDistribution:
+    for event, count in charges.items():
         one = event.pld(interval)
         if one is None:
             raise UnpriceableError(event, "pld", "it has no privacy-loss distribution; try accountant 'rdp'")
@@ -262,11 +324,7 @@ def _pld(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order:
     if mu > 0:
         gaussian = from_gaussian_mechanism(standard_deviation=1 / mu, value_discretization_interval=interval)
         total = total.compose(gaussian)
-    epsilon = float(total.get_epsilon_for_delta(delta - rounding))
-    if math.isinf(epsilon) and all(event.rdp(_GUARD_ORDERS) is not None for event in charges):
-        other = _by_rdp(charges, delta)  # losses of some 700 overflow in dp_accounting
-        return other if math.isfinite(other.epsilon) else _Answer(epsilon)
-    return _Answer(epsilon)
+    return total
 
 
 def _by_rdp(charges: Mapping[Event, int], delta: float) -> _Answer:

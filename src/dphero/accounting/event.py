@@ -82,6 +82,13 @@ class Event:
         """The privacy-loss distribution of one release, rounded pessimistically to a grid."""
         return None
 
+    def sampled_gaussian(self) -> tuple[float, float] | None:
+        """``(sample_rate, noise_multiplier)`` if the release is a Gaussian on a Poisson lot, with a rate below 1.
+
+        Many different ones are then composed together, which is far quicker than one by one.
+        """
+        return None
+
     def pure_epsilon(self) -> float | None:
         """``epsilon`` at delta 0, if the release has one; these compose by adding."""
         return None

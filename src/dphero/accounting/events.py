@@ -116,6 +116,10 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
         """The cached distribution of one release."""
         return poisson_gaussian_pld(self.sample_rate, self.noise_multiplier, interval)
 
+    def sampled_gaussian(self) -> tuple[float, float] | None:
+        """Its rate and noise multiplier, if anything is sampled."""
+        return (self.sample_rate, self.noise_multiplier) if self.is_sampled else None
+
     def to_dp_event(self) -> DpEvent | None:
         """A ``PoissonSampledDpEvent`` of a ``GaussianDpEvent``."""
         return PoissonSampledDpEvent(self.sample_rate, GaussianDpEvent(self.noise_multiplier))
