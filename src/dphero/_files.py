@@ -36,9 +36,9 @@ from typing import Any, TypeVar
 __all__ = [
     "DamagedFile",
     "has_zip_seal",
+    "open_for_append",
     "open_for_lock",
     "open_json",
-    "open_regular",
     "open_tensors",
     "open_text",
     "open_zip",
@@ -125,7 +125,7 @@ def read_bytes(path: str | PathLike[str], *, follow: bool = True) -> bytes:
         OSError: If it cannot be read, or is not there.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    with open(open_regular(path, flags, 0), "rb") as file:
+    with open(_open_regular(path, flags, 0), "rb") as file:
         return file.read()
 
 
@@ -136,16 +136,20 @@ def open_for_lock(path: str | PathLike[str]) -> int:
         ValueError: If there is something else than a regular file.
         OSError: If it cannot be opened.
     """
-    return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def open_regular(path: str | PathLike[str], flags: int, mode: int = 0o600) -> int:
-    """Return a descriptor of a regular file, opened with ``O_NONBLOCK`` among the flags: a pipe is not waited for.
+def open_for_append(path: str | PathLike[str]) -> int:
+    """Return a descriptor of a file to append to; it is made, for its owner alone, if need be, and never followed.
 
     Raises:
-        ValueError: If it is something else, or a symbolic link while the flags forbid to follow one.
+        ValueError: If there is something else than a regular file.
         OSError: If it cannot be opened.
     """
+    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+
+
+def _open_regular(path: str | PathLike[str], flags: int, mode: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     except OSError as error:

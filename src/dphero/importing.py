@@ -8,7 +8,15 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["function_named"]
+__all__ = ["function_named", "names_code"]
+
+
+def names_code(spec: object) -> bool:
+    """Whether a text is the name of a function, ``package.module:function``: to use it is to import and run it."""
+    if not isinstance(spec, str):
+        return False
+    path, colon, name = spec.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*path.split("."), name))
 
 
 def function_named(spec: str, kind: str) -> Callable[..., Any]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dphero._checks import closest, one_of, positive, whole
+from dphero.importing import names_code
 
-__all__ = ["Recipe", "load", "merge", "parse"]
+__all__ = ["Recipe", "code_named", "load", "merge", "parse", "require_trust"]
 
 Optimizer = Literal["sgd", "adam"]
 
@@ -140,6 +141,45 @@ def parse(contents: bytes, path: str | PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not a TOML file: {error}") from error
     _require_known(values, str(path))
     return values
+
+
+def require_trust(
+    settings: Mapping[str, Any], where: str | PathLike[str], trust: bool, *, instead: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse settings that name code, ``package.module:function``, and come from a file that nobody vouched for.
+
+    Whoever writes such a name on the command line, or in a program, knows what he runs. A file may come from a
+    stranger: the module that it names, looked for in the working directory too, would be imported and run.
+
+    Args:
+        settings: Of a recipe.
+        where: The file.
+        trust: Whether the user vouches for it.
+        instead: Settings that are laid over those of the file, and do not come from one.
+
+    Raises:
+        ValueError: If code is named and not trusted.
+    """
+    hidden = instead or {}
+    left = {name: value for name, value in settings.items() if name == "options" or name not in hidden}
+    if not trust and (named := code_named(left)):
+        raise ValueError(
+            f"{where} names code, which would be imported and run: {', '.join(named)}. If you trust whoever wrote that "
+            "file and the code, say so with --trust (in Python: trust=True)"
+        )
+
+
+def code_named(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings that name code, each as ``name 'package.module:function'``."""
+    flat = [(name, value) for name, value in settings.items() if name != "options"]
+    options = settings.get("options", {})
+    flat += [(f"option {name}", value) for name, value in options.items()] if isinstance(options, Mapping) else []
+    return [
+        f"{name} {each!r}"
+        for name, value in flat
+        for each in (value if isinstance(value, list | tuple) else [value])
+        if names_code(each)
+    ]
 
 
 def merge(*layers: Mapping[str, Any]) -> Recipe:

@@ -87,9 +87,9 @@ def save(report: Report, directory: Path, *, pictures: bool = True) -> None:
             if pictures:
                 _draw(report, Path(beside))
         except ImportError:
-            write_text(directory / "audit.json", text)
+            write_text(directory / "audit.json", text, private=True)
             raise
-        write_text(directory / "audit.json", text)
+        write_text(directory / "audit.json", text, private=True)
         for picture in sorted(Path(beside).iterdir()):
             os.replace(picture, directory / picture.name)
 
@@ -99,11 +99,11 @@ def _draw(report: Report, directory: Path) -> None:
 
     require_matplotlib()
     if report.audits or report.one_runs:
-        save_figure(plot_epsilons(report), directory / "epsilons")
+        save_figure(plot_epsilons(report), directory / "epsilons", private=True)
     if report.audits:
-        save_figure(plot_trade_off(report.audits), directory / "trade-off")
+        save_figure(plot_trade_off(report.audits), directory / "trade-off", private=True)
     if report.attacks:
-        save_figure(plot_roc(report.attacks), directory / "roc")
+        save_figure(plot_roc(report.attacks), directory / "roc", private=True)
 
 
 def plot_epsilons(report: Report) -> Any:

@@ -62,6 +62,7 @@ def audit_run(
     confidence: float = 0.95,
     seed: int = 0,
     tell: Tell = lambda what, done, total: None,
+    trust: bool = False,
 ) -> Report:
     """Audit a finished run: its ledger, mechanism, training, and released model; see :func:`audit_recipe`.
 
@@ -75,11 +76,12 @@ def audit_run(
         confidence: Of all bounds together.
         seed: Makes the audit repeatable.
         tell: Told what is going on.
+        trust: Whether code that its recipe names may be imported and run.
 
     Raises:
         ValueError: If it is no run, or not finished.
     """
-    directory = RunDirectory.open(path)
+    directory = RunDirectory.open(path, trust=trust)
     if directory.result is None:
         raise ValueError(f"{path} is not finished, there is no model to audit: dphero train --resume {path}")
     ledger = check_ledger(directory)

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import dphero
+from dphero.cli._console import say
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 
@@ -64,7 +65,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    typer.echo(f"dphero: error: {' '.join(message.split())}", err=True)
+    say(f"dphero: error: {' '.join(message.split())}")
     sys.exit(status)
 
 

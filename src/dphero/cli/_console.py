@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["console", "table"]
+__all__ = ["console", "say", "table", "visible"]
+
+# control characters (ESC among them), and those that change the direction in which text is read
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Return a text in which a terminal finds nothing to obey: escape codes, in a file's name say, are spelt out."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def say(message: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(visible(message), err=True)
+
+
+class _Console(Console):
+    """Shows what it is given as text, and never passes on escape codes that are in it."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return the text as it will be shown, also that in tables."""
+        return super().render_str(visible(text), **options)
 
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints text as it is: ``[a]`` or ``:cat:`` in a file's name is no markup."""
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def table(*headings: str) -> Table:

@@ -15,6 +15,7 @@ from rich.text import Text
 from dphero.cli._console import console
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import JsonOption
+from dphero.cli._trust import TrustOption
 
 if TYPE_CHECKING:
     from dphero.audit.report import Report
@@ -53,6 +54,7 @@ def audit(
     confidence: Annotated[float, typer.Option(help="The probability with which each bound holds.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Decides canaries, noise and lots of the audit.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write audit.json and pictures here; RUN/audit for a run.")] = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Test the ε that was printed: attack the mechanism, the training and the released model.
@@ -70,6 +72,8 @@ def audit(
         raise ValueError("--noise-multiplier and --delta are the run's own: leave them out")
     folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
     if folder is not None:
+        if out is None and folder.is_symlink():
+            raise ValueError(f"{folder} is a symbolic link, which is not followed here: remove it, or give --out")
         _require_writable(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console(stderr=True)) as bar:
@@ -81,7 +85,7 @@ def audit(
         try:
             report = _report(
                 target, method, data, size_of(dataset_size), noise_multiplier, epsilon, quick, releases, delta,
-                confidence, seed, tell,
+                confidence, seed, tell, trust,
             )  # fmt: skip
         except KeyboardInterrupt as error:
             bar.stop()
@@ -116,6 +120,7 @@ def _report(
     confidence: float,
     seed: int,
     tell: Any,
+    trust: bool,
 ) -> Report:
     """Do what was asked for."""
     from dphero.audit.report import Report
@@ -134,7 +139,9 @@ def _report(
     if target is not None:
         if not Path(target).exists():
             raise ValueError(f"there is no run directory {target}: give one that dphero train has made, or 'published'")
-        return audit_run(target, quick=quick, releases=releases, confidence=confidence, seed=seed, tell=tell)
+        return audit_run(
+            target, quick=quick, releases=releases, confidence=confidence, seed=seed, tell=tell, trust=trust
+        )
     from dphero.experiments import resolve
 
     given = {

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dphero.cli._console import console, table
+from dphero.cli._console import console, say, table
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import JsonOption
+from dphero.cli._trust import TrustOption
 
 if TYPE_CHECKING:
     from dphero.experiments.plan import Planned
@@ -54,6 +55,7 @@ def compare(
         Path | None, typer.Option(help="Where to keep it all; a new folder under comparisons/ unless given.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a comparison that was stopped.")] = None,
+    trust: TrustOption = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" starts one here.')
@@ -89,27 +91,30 @@ def compare(
         from dphero.experiments import plan as plans
 
         directory: Path | None = None
+        plan: list[Planned] = []
         try:
             if resume is not None:
-                directory, plan = resume, plans.load_plan(resume)
+                directory, plan = resume, plans.load_plan(resume, trust=trust)
             else:
-                plan = _plan([recipes.load(recipe) if recipe else {}, given], methods, epsilons, seeds, vary)
+                in_file = recipes.load(recipe) if recipe else {}
+                recipes.require_trust(in_file, recipe or "", trust, instead=given)
+                plan = _plan([in_file, given], methods, epsilons, seeds, vary)
                 directory = out or _new_folder(plan)
             rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Display(bar, overall))
         except experiments.Interrupted as error:
             bar.stop()
-            typer.echo(f"dphero: {error}; go on with: dphero compare --resume {directory}", err=True)
+            say(f"dphero: {error}; go on with: dphero compare --resume {directory}{_trust(plan)}")
             raise typer.Exit(130) from error
         except KeyboardInterrupt as error:
             bar.stop()
-            where = f"; go on with: dphero compare --resume {directory}" if directory else ""
-            typer.echo(f"dphero: stopped at once; runs at work keep their last checkpoint{where}", err=True)
+            where = f"; go on with: dphero compare --resume {directory}{_trust(plan)}" if directory else ""
+            say(f"dphero: stopped at once; runs at work keep their last checkpoint{where}")
             raise typer.Exit(130) from error
         bar.update(overall, description="Done")
     if as_json:
         _print_json(rows, directory)
     else:
-        _show(rows, directory)
+        _show(rows, directory, _trust(plan))
     if any(row.failed for row in rows):
         raise typer.Exit(1)
 
@@ -187,7 +192,7 @@ def _print_json(rows: list[Row], directory: Path) -> None:
     typer.echo(to_json({"comparison": str(directory), "rows": as_dicts(rows), "notes": notes(rows)}))
 
 
-def _show(rows: list[Row], directory: Path) -> None:
+def _show(rows: list[Row], directory: Path, trust: str) -> None:
     """Print table, methods and notes for people."""
     from dphero.experiments.table import cells, method_cells, notes
 
@@ -203,8 +208,15 @@ def _show(rows: list[Row], directory: Path) -> None:
         for name, error in row.errors.items():
             screen.print(f"{name} failed: {error}", style="red")
     if any(row.errors for row in rows):
-        screen.print(f"Try the failed runs again with: dphero compare --resume {directory}")
+        screen.print(f"Try the failed runs again with: dphero compare --resume {directory}{trust}")
     screen.print(f"Tables, plots and runs are in {directory}.")
+
+
+def _trust(plan: list[Planned]) -> str:
+    """What has to be added to a command that goes on with a plan."""
+    from dphero.recipe import code_named
+
+    return " --trust" if any(code_named(planned.recipe.as_dict()) for planned in plan) else ""
 
 
 def _words(text: str) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 
 from dphero.cli._console import console, table
 from dphero.cli._price import JsonOption
+from dphero.cli._trust import TrustOption
 
 
 def register(app: typer.Typer) -> None:
@@ -19,13 +20,14 @@ def register(app: typer.Typer) -> None:
 def predict(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
     file: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npy or .npz array, or an idx file.")],
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Let a trained model say what it sees, with the probability that it gives."""
     from dphero.experiments.files import to_json
     from dphero.experiments.prediction import Predictor
 
-    predictor = Predictor(run)
+    predictor = Predictor(run, trust=trust)
     found = predictor.predict(file)
     if as_json:
         predictions = [

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from dphero.cli._console import console
+from dphero.cli._console import console, say
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import Accountant, JsonOption
+from dphero.cli._trust import TrustOption
 
 if TYPE_CHECKING:
     from dphero import experiments
@@ -69,6 +70,7 @@ def train(
         Path | None, typer.Option(help="Where to keep the run; a new folder under runs/ unless given.")
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped.")] = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model with differential privacy, and keep its recipe, metrics, ledger, weights and statement."""
@@ -100,7 +102,7 @@ def train(
     given = {name: value for name, value in settings.items() if value not in (None, {})}
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
-    result, statement = _run(given, recipe, out, resume)
+    result, statement = _run(given, recipe, out, resume, trust)
     if as_json:
         from dphero.experiments.files import to_json
 
@@ -110,7 +112,7 @@ def train(
 
 
 def _run(
-    given: dict[str, Any], recipe: Path | None, out: Path | None, resume: Path | None
+    given: dict[str, Any], recipe: Path | None, out: Path | None, resume: Path | None, trust: bool
 ) -> tuple[dict[str, Any], str]:
     """Train under a progress display on stderr; return result and statement."""
     columns = (
@@ -126,10 +128,16 @@ def _run(
         from dphero import recipe as recipes
 
         if resume is not None:
-            directory = experiments.RunDirectory.open(resume)
+            directory = experiments.RunDirectory.open(resume, trust=trust)
         else:
-            chosen = experiments.resolve(recipes.load(recipe) if recipe else {}, given)
+            in_file = recipes.load(recipe) if recipe else {}
+            recipes.require_trust(in_file, recipe or "", trust, instead=given)
+            chosen = experiments.resolve(in_file, given)
             directory = experiments.RunDirectory.create(out or _new_folder(chosen), chosen)
+
+        again = f"dphero train --resume {directory.path}"
+        if recipes.code_named(directory.recipe.as_dict()):
+            again += " --trust"
 
         def report(progress: experiments.Progress) -> None:
             bar.update(
@@ -145,15 +153,11 @@ def _run(
             return result, directory.read("statement.txt").decode()
         except experiments.Interrupted as error:
             bar.stop()
-            typer.echo(f"dphero: {error}; go on with: dphero train --resume {directory.path}", err=True)
+            say(f"dphero: {error}; go on with: {again}")
             raise typer.Exit(130) from error
         except KeyboardInterrupt as error:
             bar.stop()
-            typer.echo(
-                "dphero: stopped at once; nothing was saved after the last checkpoint; go on from that with: "
-                f"dphero train --resume {directory.path}",
-                err=True,
-            )
+            say(f"dphero: stopped at once; nothing was saved after the last checkpoint; go on from that with: {again}")
             raise typer.Exit(130) from error
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from dphero._files import open_for_lock
 from dphero.data.catalog import BuiltIn
 
 __all__ = ["directory", "install", "leftovers", "read", "staging", "state"]
@@ -124,7 +125,7 @@ def _write(path: Path, content: bytes) -> None:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Let one process at a time in; the system frees the lock of a process that dies."""
-    with path.open("w") as file:
+    with open(open_for_lock(path), "rb") as file:
         if sys.platform != "win32":
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -27,6 +27,8 @@ class Curves:
         except ImportError:
             self._writer: Any = None
         else:
+            if self._path.is_symlink():
+                raise ValueError(f"{self._path} is a symbolic link, which is not followed here: remove it")
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # losses and accuracies are for the owner's eyes
             self._writer = SummaryWriter(str(self._path), purge_step=self._step + 1 if self._step else None)
         return self

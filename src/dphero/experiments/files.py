@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from dphero._files import DamagedFile, open_regular, read_bytes, write_atomically
+from dphero._files import DamagedFile, open_for_append, read_bytes, write_atomically
 
 __all__ = ["append_line", "parse_json", "parse_lines", "read_json", "sha256", "to_json", "write_text"]
 
@@ -21,8 +22,7 @@ def write_text(path: Path, text: str, *, private: bool = False) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file for its owner's eyes only, and flush it to disk."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(open_regular(path, flags), "ab") as file:
+    with open(open_for_append(path), "ab") as file:
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -34,8 +34,12 @@ def sha256(contents: bytes) -> str:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON in which numbers that JSON does not know (infinity, NaN) are ``null``."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    """Return JSON in which numbers that JSON does not know (infinity, NaN) are ``null``.
+
+    Control characters are escaped, those above ASCII too: a terminal shows a name, and does not obey it.
+    """
+    text = json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _finite(value: Any) -> Any:

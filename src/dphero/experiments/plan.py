@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,23 +60,32 @@ def save_plan(directory: Path, plan: Sequence[Planned]) -> None:
             )
         return
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    write_text(path, text, private=True)  # it holds the seeds
 
 
-def load_plan(directory: Path) -> list[Planned]:
+def load_plan(directory: Path, *, trust: bool = False) -> list[Planned]:
     """Read ``plan.json``.
 
+    Args:
+        directory: Of the comparison.
+        trust: Whether code that it names may be imported and run.
+
     Raises:
-        ValueError: If there is none, or it cannot be understood.
+        ValueError: If there is none, it cannot be understood, or it names code that is not trusted.
     """
     path = directory / "plan.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{directory} is not the directory of a comparison: there is no plan.json in it")
     try:
         runs = read_json(path, "runs")["runs"]
-        return [Planned(run["name"], recipes.merge(run["recipe"]), run["target"], dict(run["setting"])) for run in runs]
-    except (KeyError, TypeError) as error:
+        plan = [Planned(run["name"], recipes.merge(run["recipe"]), run["target"], dict(run["setting"])) for run in runs]
+    except (KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(path, f"{error!r} (or it is of another version)") from error
+    for planned in plan:
+        if not isinstance(planned.name, str) or not re.fullmatch(r"\w[\w.+-]*", planned.name):
+            raise DamagedFile(path, f"{planned.name!r} is no name of a run's directory")
+        recipes.require_trust(planned.recipe.as_dict(), path, trust)
+    return plan
 
 
 def _as_dict(planned: Planned) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import statistics
@@ -40,7 +41,7 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
     """
     rows = [row for row in rows if row.accuracy is not None]
     records = [_point(row) for row in rows]
-    write_text(directory / "accuracy.csv", to_csv(records))
+    write_text(directory / "accuracy.csv", to_csv(records), private=True)
     figure, axes = _figure(7.5, 5.2)
     groups = _by_label(rows)
     ticks = sorted({x for row in rows if (x := _epsilon(row)) is not None})
@@ -76,7 +77,7 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
     axes.set_ylabel("test accuracy (%)")
     axes.set_title(f"{', '.join(sorted({row.data for row in rows}))}: {_averaged(rows)}", fontsize=11)
     _legend_of_all(figure, [axes])
-    save_figure(figure, directory / "accuracy")
+    save_figure(figure, directory / "accuracy", private=True)
 
 
 def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
@@ -95,7 +96,7 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
             setting = {f"setting.{name}": value for name, value in row.setting.items()}
             records += [{"run": name, **about, **setting, **line} for line in outcome.metrics]
         curves[number] = _mean_curve([by_name[name].metrics for name in row.runs])
-    write_text(directory / "curves.csv", to_csv(records))
+    write_text(directory / "curves.csv", to_csv(records), private=True)
     panels = _panels(rows)
     figure, grid = _figure(max(5.5, 3.9 * len(panels) + 1), 4.6, columns=len(panels))
     styles = dict(zip(_by_label(rows), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS)), strict=False))
@@ -107,7 +108,7 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
     several = any(row.seeds > 1 for row in rows)
     grid[0].set_ylabel("test accuracy (%), mean ± sample sd" if several else "test accuracy (%), one seed")
     _legend_of_all(figure, grid)
-    save_figure(figure, directory / "curves")
+    save_figure(figure, directory / "curves", private=True)
 
 
 def _draw_curve(axes: Any, curve: Sequence[tuple[float, float, float]], row: Row, colour: str, marker: str) -> None:
@@ -251,8 +252,10 @@ def _legend_of_all(figure: Any, grid: Sequence[Any]) -> None:
         )
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as ``path.png`` and ``path.svg``."""
+def save_figure(figure: Any, path: Path, *, private: bool = False) -> None:
+    """Write a figure as ``path.png`` and ``path.svg``; one of private numbers is for its owner's eyes only."""
     for kind in ("png", "svg"):
         target = path.with_name(f"{path.name}.{kind}")
-        write_atomically(target, lambda partial, kind=kind: figure.savefig(partial, format=kind, dpi=150))  # type: ignore[misc]
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=kind, dpi=150)
+        write_atomically(target, drawn.getbuffer(), private=private)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dphero._files import open_for_append
+
 if TYPE_CHECKING:
     from dphero.experiments.plan import Planned
     from dphero.experiments.sweep import State
@@ -36,7 +38,7 @@ class _Worker:
 
     def __init__(self, log: Path, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with open(log, "ab") as errors:
+        with open(open_for_append(log), "ab") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dphero.experiments.worker"],  # a queue.py here is not Python's
                 stdin=subprocess.PIPE,

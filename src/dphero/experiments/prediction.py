@@ -56,13 +56,15 @@ class Predictor:
 
     Args:
         path: The run's directory.
+        trust: Whether code that its recipe names may be imported and run.
 
     Raises:
-        ValueError: If there is no run, it is not finished, or its model cannot be built again.
+        ValueError: If there is no run, it is not finished, its files are damaged, its model cannot be built again, or
+            its model is code that is not trusted.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        directory = RunDirectory.open(path)
+    def __init__(self, path: str | PathLike[str], *, trust: bool = False) -> None:
+        directory = RunDirectory.open(path, trust=trust)
         values = directory.signature()
         self.shape: tuple[int, ...] = tuple(values["shape"])
         self.classes: tuple[str, ...] = tuple(values["classes"])

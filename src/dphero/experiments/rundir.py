@@ -44,7 +44,7 @@ from dphero.experiments.defaults import anchored
 from dphero.experiments.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
 from dphero.recipe import Recipe
 
-__all__ = ["RunDirectory"]
+__all__ = ["Busy", "RunDirectory"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,10 @@ _MAY_CHANGE = ("data", "device", "cuda_graphs")  # where it is: what the data ho
 _OUTCOMES = ("model.safetensors", "model.json", "statement.txt", "statement.json")  # what a training ends with
 _VERIFIED = (*_OUTCOMES, "environment.json", "ledger.json", "metrics.jsonl")  # by result.json
 _VERSION = 2  # of result.json: from here on it is sealed
+
+
+class Busy(ValueError):
+    """Another process is training the run."""
 
 
 class RunDirectory:
@@ -84,11 +88,15 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: str | PathLike[str]) -> RunDirectory:
+    def open(cls, path: str | PathLike[str], *, trust: bool = False) -> RunDirectory:
         """Open the directory of a run that was begun before.
 
+        Args:
+            path: The directory.
+            trust: Whether code that its recipe names (a network or data of the user's own) may be imported and run.
+
         Raises:
-            ValueError: If there is no run in it.
+            ValueError: If there is no run in it, a file is damaged, or its recipe names code that is not trusted.
         """
         path = Path(path)
         if not os.path.lexists(path / "recipe.toml"):
@@ -100,6 +108,7 @@ class RunDirectory:
         except ValueError as error:
             raise ValueError(f"{path / 'recipe.toml'}: {error}") from error
         directory.require_same_recipe((_outcome(path) or {}).get("recipe"))
+        recipes.require_trust(directory.recipe.as_dict(), path / "recipe.toml", trust)
         return directory
 
     @contextmanager
@@ -107,13 +116,14 @@ class RunDirectory:
         """Keep other processes from training the same run.
 
         Raises:
-            ValueError: If one does already.
+            Busy: If one does already.
+            ValueError: If the lock is no regular file.
         """
         with open(open_for_lock(self.path / ".lock"), "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ValueError(f"another process is training {self.path} at this moment") from None
+                raise Busy(f"another process is training {self.path} at this moment") from None
             yield
 
     def read(self, name: str) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dphero._checks import whole
+from dphero._files import open_for_lock
 from dphero.experiments.plan import Planned, save_plan
 from dphero.experiments.pool import Pool, default_workers
 from dphero.experiments.rundir import RunDirectory
@@ -104,6 +105,9 @@ def sweep(
         whole("workers", workers)
     directory = Path(directory).absolute()
     save_plan(directory, plan)
+    for path in (directory / "runs", *(directory / "runs" / planned.name for planned in plan)):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a symbolic link, and runs are not written elsewhere: put a directory there")
     with _locked(directory), stoppable() as asked_to_stop:
         state = State(plan, directory, report)
         if state.waiting:
@@ -179,7 +183,7 @@ class State:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Keep a second sweep away from the same directory."""
-    with open(directory / ".lock", "w") as file:
+    with open(open_for_lock(directory / ".lock"), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -240,15 +240,19 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def save_table(rows: Sequence[Row], directory: Path) -> None:
-    """Write ``table.csv``, ``table.json`` (an infinite ε is null there, and ``inf`` in CSV) and ``table.md``."""
-    write_text(directory / "table.json", to_json({"rows": as_dicts(rows), "notes": notes(rows)}, indent=2) + "\n")
-    write_text(directory / "table.md", markdown(rows))
+    """Write ``table.csv``, ``table.json`` (an infinite ε is null there, and ``inf`` in CSV) and ``table.md``.
+
+    Accuracies are computed without noise: the files are for their owner's eyes only, as the runs' own.
+    """
+    text = to_json({"rows": as_dicts(rows), "notes": notes(rows)}, indent=2) + "\n"
+    write_text(directory / "table.json", text, private=True)
+    write_text(directory / "table.md", markdown(rows), private=True)
     flat = []
     for row in rows:
         values = as_dicts([row])[0] | {"runs": " ".join(row.runs), "errors": _list(row.errors)}
         values |= {"setting": _list(row.setting), "other_prices": _list(row.other_prices)}
         flat.append(values | {f"setting.{name}": value for name, value in row.setting.items()})
-    write_text(directory / "table.csv", to_csv(flat))
+    write_text(directory / "table.csv", to_csv(flat), private=True)
 
 
 def as_dicts(rows: Sequence[Row]) -> list[dict[str, Any]]:

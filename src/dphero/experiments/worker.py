@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dphero import recipe as recipes
+from dphero._files import open_for_append
 from dphero.experiments.defaults import anchored
 from dphero.experiments.files import to_json
-from dphero.experiments.rundir import RunDirectory
+from dphero.experiments.rundir import Busy, RunDirectory
 from dphero.experiments.stopping import Interrupted
 from dphero.experiments.training import Progress, train
 from dphero.recipe import Recipe
@@ -65,7 +66,7 @@ def _directory(path: Path, recipe: Recipe) -> RunDirectory:
     """Open the run's directory, or make it."""
     if not (path / "recipe.toml").exists():
         return RunDirectory.create(path, recipe)
-    directory = RunDirectory.open(path)
+    directory = RunDirectory.open(path, trust=True)  # the recipe must be the one that was ordered
     if directory.recipe not in (recipe, anchored(recipe)):
         raise ValueError(f"{path} holds a run of another recipe than the plan's: move it away, or give another --out")
     return directory
@@ -78,7 +79,7 @@ def _wait_until_free(directory: RunDirectory) -> None:
         try:
             with directory.locked():
                 return
-        except ValueError:
+        except Busy:
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
@@ -115,7 +116,7 @@ def _serve(answers: TextIO) -> None:
     orders = _Orders()
     while (order := orders.next()) is not None:
         Path(order["run"]).mkdir(parents=True, exist_ok=True)
-        with open(Path(order["run"]) / "log.txt", "ab") as log:
+        with open(open_for_append(Path(order["run"]) / "log.txt"), "ab") as log:
             _redirect(log.fileno())
         last = 0.0
 

@@ -7,10 +7,10 @@ import fcntl
 import hashlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from dphero._files import open_for_lock, open_zip, read_bytes, seal_zip, write_atomically
 from dphero.data import directory
 from dphero.methods._head import Head, features, headless
 from dphero.methods._processes import PROCESSES, view
@@ -54,12 +55,12 @@ def pretrain(
         yield 0.0
         time.sleep(0.1)
     try:
-        if kept.exists():
-            model.load_state_dict(torch.load(kept, map_location="cpu", weights_only=True))
+        if (weights := _found(kept)) is not None:
+            model.load_state_dict(weights)
             return
         lesson = _Lesson(model, shape, process, steps, batch)
-        if half_done.exists():
-            lesson.load(torch.load(half_done, map_location="cpu", weights_only=True))
+        if (state := _found(half_done)) is not None:
+            lesson.load(state)
         saved = time.monotonic()
         for _ in lesson.run():
             if lesson.pool_is_used_up and time.monotonic() - saved > _SAVE_SECONDS:
@@ -220,16 +221,16 @@ def _name(model: nn.Module, *settings: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def _lock(path: Path) -> IO[str] | None:
+def _lock(path: Path) -> IO[bytes] | None:
     """Open a file that processes take in turn; where it cannot be made, nothing is shared."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w")
-    except OSError:
+        return open(open_for_lock(path), "rb")
+    except (OSError, ValueError):
         return None
 
 
-def _taken(lock: IO[str]) -> bool:
+def _taken(lock: IO[bytes]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -237,15 +238,26 @@ def _taken(lock: IO[str]) -> bool:
     return True
 
 
+def _found(path: Path) -> dict[str, Any] | None:
+    """Return what was kept; ``None`` if that is nothing, or damaged: it is learned again then."""
+    try:
+        whole = open_zip(read_bytes(path), path)
+        found: dict[str, Any] = torch.load(BytesIO(whole), map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        logger.warning("pre-trained weights are learned again: %s", error)
+        return None
+    return found
+
+
 def _keep(path: Path, state: dict[str, Any]) -> None:
     """Write weights, whole or not at all; where that is not possible, they are learned again next time."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    packed = BytesIO()
+    torch.save(state, packed)
+    seal_zip(packed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, partial)
-        os.replace(partial, path)
+        write_atomically(path, packed.getbuffer())
     except OSError as error:
         logger.warning("pre-trained weights could not be kept in %s: %s", path.parent, error)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
