@@ -167,11 +167,8 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "pca": dphero("pca"),
     "isotropic-graphs": dphero("isotropic", graphs=True),
     "pca-graphs": dphero("pca", graphs=True),
-    "isotropic-compiled": dphero("isotropic", graphs="compiled"),
-    "pca-compiled": dphero("pca", graphs="compiled"),
     "pca-poisson": dphero("pca", sampling="poisson"),
     "pca-graphs-poisson": dphero("pca", graphs=True, sampling="poisson"),
-    "pca-compiled-poisson": dphero("pca", graphs="compiled", sampling="poisson"),
     "opacus-ghost": opacus("ghost"),
     "opacus-hooks": opacus("hooks"),
 }
@@ -326,9 +323,7 @@ def parse() -> argparse.Namespace:
     if options.keep_memory and not options.processes:
         parser.error("--keep-memory is for the processes of --processes")
     if options.systems is None:
-        options.systems = [
-            name for name in SYSTEMS if options.device == "cuda" or not ("graphs" in name or "compiled" in name)
-        ]
+        options.systems = [name for name in SYSTEMS if options.device == "cuda" or "graphs" not in name]
     return options
 
 

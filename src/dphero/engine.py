@@ -114,7 +114,7 @@ class PrivacyEngine:
         secure: bool = False,
         seed: int | None = None,
         unsound: bool = False,
-        cuda_graphs: bool | Literal["compiled"] = False,
+        cuda_graphs: bool = False,
     ) -> tuple[nn.Module, Optimizers, PrivateLoader]:
         """Attach private training to a module, its optimizer and its data.
 
@@ -144,8 +144,7 @@ class PrivacyEngine:
             unsound: Consent to run ``mechanism="published"``.
             cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
                 up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
-                recording is made, so ``forward`` must do the same for every batch of one shape. With ``"compiled"`` the
-                passes are compiled (as by ``torch.compile``) before they are recorded, which takes some time.
+                recording is made, so ``forward`` must do the same for every batch of one shape.
 
         Returns:
             The module, the optimizer (both the very objects that were given) and the private loader.
@@ -161,7 +160,7 @@ class PrivacyEngine:
         one_of("mechanism", mechanism, ("ellipsoid", "ball", "published"))
         one_of("sampling", sampling, ("poisson", "shuffle"))
         one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        one_of("cuda_graphs", cuda_graphs, (False, True, "compiled"))
+        one_of("cuda_graphs", cuda_graphs, (False, True))
         if physical_batch_size is not None:
             whole("physical_batch_size", physical_batch_size)
         if mechanism == "published":

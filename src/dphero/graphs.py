@@ -10,8 +10,6 @@ weight), and results are copied out. Whatever else a pass depends on (parameters
 modules, arguments) is compared before each replay; where it changed, a new recording is made. A fresh recording is
 compared with the pass that it should repeat before it is trusted.
 
-With ``compiled`` it is torch's compiler that writes what is recorded (:mod:`dphero.compiling`).
-
 What is not compared: attributes of other types (a list, a schedule object) that change from step to step, and plain
 Python that runs in ``forward``. It ran once, when the recording was made.
 
@@ -50,8 +48,6 @@ _LEAST = 1 / 4
 """Batches up to this part of a recording run as usual: to fill them up would take longer than it saves."""
 _TOLERANCE = 1e-2
 """Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
-_COMPILED_TOLERANCE = 0.15
-"""The same for a compiled one in TF32: other kernels round in other ways, and units near zero go on that were off."""
 
 
 class Graphs:
@@ -60,20 +56,19 @@ class Graphs:
     Args:
         taps: The taps of the model.
         rows: How many rows to make room for; the few batches that are larger run as usual.
-        compiled: Record what torch's compiler makes of the passes (:mod:`dphero.compiling`).
 
     Raises:
         ValueError: If the model is not on a GPU.
     """
 
-    def __init__(self, taps: Taps, rows: int, *, compiled: bool = False) -> None:
+    def __init__(self, taps: Taps, rows: int) -> None:
         for name, parameter in taps.module.named_parameters():
             if parameter.device.type not in _DEVICES:
                 raise ValueError(
                     f"cuda_graphs needs a model on a CUDA device, but {name!r} is on {parameter.device}; "
                     "move the model there before make_private, or leave cuda_graphs out"
                 )
-        self._taps, self._compiled = taps, compiled
+        self._taps = taps
         self._rows = -(-rows // _STEP) * _STEP
         self._pass: Pass | None = None
         self._surroundings: Surroundings  # of that pass
@@ -122,11 +117,6 @@ class Graphs:
             and not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
         )
 
-    @property
-    def _tolerance(self) -> float:
-        short = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-        return _COMPILED_TOLERANCE if self._compiled and short else _TOLERANCE
-
     def _record(
         self,
         leaves: Sequence[Any],
@@ -140,7 +130,7 @@ class Graphs:
             raise ValueError(refusal("a submodule has forward hooks, whose code would not run"))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         live = LiveGeometry(self._taps.geometry, device)
-        made = Pass(self._taps, key, live, self._rows, structure, leaves, axes, compiled=self._compiled)
+        made = Pass(self._taps, key, live, self._rows, structure, leaves, axes)
         made.fill(leaves, rows)
         untouched = Untouched(self._taps.module)
         try:
@@ -151,7 +141,7 @@ class Graphs:
             with untouched.run():
                 made.record()
             with untouched.run():
-                _require_equal(expected, made.repeated(), self._tolerance)
+                _require_equal(expected, made.repeated())
                 _require_bounded(made)
         except (Unforeseen, NoSharedRule):
             raise
@@ -163,15 +153,15 @@ class Graphs:
         return made
 
 
-def _require_equal(expected: Results, found: Results, tolerance: float) -> None:
+def _require_equal(expected: Results, found: Results) -> None:
     """Raise ``ValueError`` if a recording does not repeat the pass that it was made of."""
     outs = [(x, y) for x, y in zip(expected.outs, found.outs, strict=True) if isinstance(x, Tensor)]
     for pair in (*outs, *zip(expected.norms, found.norms, strict=True)):
-        _require_close([pair], tolerance)
-    _require_close([pair for pair in zip(expected.sums, found.sums, strict=True) if len(pair[0])], tolerance)
+        _require_close([pair])
+    _require_close([pair for pair in zip(expected.sums, found.sums, strict=True) if len(pair[0])])
 
 
-def _require_close(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> None:
+def _require_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Raise ``ValueError`` if pairs differ by more than a part of what is largest in them (where both are finite)."""
     scales, gaps = [], []
     for first, second in pairs:  # one at a time: sums can be large
@@ -181,7 +171,7 @@ def _require_close(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> 
         gap = torch.where(finite, first - second, 0).abs().max()
         gaps.append(torch.where((first.isfinite() != second.isfinite()).any(), torch.inf, gap))
     gap, scale = torch.stack(gaps).max(), torch.stack(scales).max()
-    if bool(gap > tolerance * scale):
+    if bool(gap > _TOLERANCE * scale):
         raise ValueError(refusal(f"replayed, it computes something else (by {float(gap / scale):.2g} of its size)"))
 
 

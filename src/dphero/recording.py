@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dphero.compiling import Compiled, taken_apart
 from dphero.gradients.batch import GradientBatch
 from dphero.live import LiveGeometry
 from dphero.pieces import Piece
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Pass", "Pool", "Results", "refusal"]
 
 T = TypeVar("T")
-_HOLES = 1.3
-"""How much more memory a compiled pass takes than it fills at most."""
 _Found = tuple[Tensor, list[str], dict[str, Piece]]
 """What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
 
@@ -36,11 +33,10 @@ class Pool:
 
     Args:
         device: A GPU.
-        room: How many bytes to start with, in one block: torch's allocator never joins blocks that it got one by one.
     """
 
-    def __init__(self, device: torch.device, room: int = 0) -> None:
-        self.device, self._room = device, room
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
@@ -50,9 +46,6 @@ class Pool:
         # Other threads may go on meanwhile (one that pins memory for a loader, say).
         way = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
         with _no_collection(), torch.cuda.device(self.device), way:
-            if self._room > 0:
-                torch.empty(self._room, dtype=torch.uint8, device=self.device)  # free again, and in the pool
-                self._room = 0
             result = work()
 
         def replay() -> None:
@@ -94,7 +87,6 @@ class Pass:
         structure: How the arguments of the model are put together,
         leaves: what they are,
         axes: and where each carries the examples.
-        compiled: Record what torch's compiler makes of the passes.
 
     Attributes:
         key: What the recording depends on.
@@ -116,14 +108,10 @@ class Pass:
         structure: Any,
         leaves: Sequence[Any],
         axes: Sequence[int | None],
-        *,
-        compiled: bool,
     ) -> None:
-        self._is_compiled = compiled
         self.key, self.geometry, self.rows = key, geometry, rows
         self._taps, self._structure, self._axes = taps, structure, axes
         self._inputs = [_room(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
-        self._peak = max((_peak(each.device) for each in self._inputs if isinstance(each, Tensor)), default=0)
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._ticket = 0
@@ -154,19 +142,12 @@ class Pass:
     def record(self) -> None:
         """Record the pass."""
         device = self._gradients[0].device
-        forward, backward = self._as_compiled() if self._is_compiled else self._as_written()
-        self._pool = Pool(device, self._room_for_holes(device))
+        forward, backward = self._as_written()
+        self._pool = Pool(device)
         self._replay_forward, self._outs = self._pool.record(forward)
         self._replay_backward, (self.norms, names, pieces) = self._pool.record(backward)
         self.found = GradientBatch(self.rows, pieces, dict(zip(names, self.norms.unbind(0), strict=True)))
         self._record_sums()
-
-    def _room_for_holes(self, device: torch.device) -> int:
-        """Return what a compiled pass has just needed at most, and something more; 0 where that is not known."""
-        peak = _peak(device)
-        if not self._is_compiled or peak <= self._peak:
-            return 0
-        return min(int(_HOLES * (peak - torch.cuda.memory_allocated(device))), torch.cuda.mem_get_info(device)[0])
 
     def repeated(self) -> Results:
         """Replay the recording on what it was recorded with."""
@@ -206,19 +187,6 @@ class Pass:
             return norms, list(batch.square_norms), batch.pieces
 
         return forward, backward
-
-    def _as_compiled(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
-        """Return both passes as functions that torch's compiler made."""
-        forward, backward = self._as_written()
-        put_together: list[Callable[[Sequence[Tensor]], Any]] = []
-
-        def tensors_of(work: Callable[[], Any]) -> list[Tensor]:
-            tensors, again = taken_apart(work())
-            put_together.append(again)
-            return tensors
-
-        made = Compiled(lambda: tensors_of(forward), lambda: tensors_of(backward))
-        return lambda: put_together[0](made.forward()), lambda: put_together[1](made.backward())
 
     def _forward(self, found: list[GradientBatch]) -> tuple[list[Any], Any]:
         tape = Tape(self.rows, self.geometry.live, found.append)
@@ -338,11 +306,6 @@ class _ReplayedBatch(GradientBatch):
         filled = torch.zeros(self._made.rows, dtype=torch.bool, device=keep.device)
         filled[: self.rows] = keep
         return super().weighted_sums(weights, filled)  # never the last: the pieces are the recording's
-
-
-def _peak(device: torch.device) -> int:
-    """Return the most memory, in bytes, that this process has filled on a device so far."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _room(leaf: Any, axis: int | None, rows: int) -> Any:

@@ -53,7 +53,7 @@ class Run:
         sampler: Sampler,
         usual_rows: int,
         loss_reduction: Literal["mean", "sum"],
-        cuda_graphs: bool | Literal["compiled"] = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
@@ -67,7 +67,7 @@ class Run:
             consume=self._consume,
             returned=self._loss_check.watch,
             examine=probe,
-            replay=partial(Graphs, rows=usual_rows, compiled=cuda_graphs == "compiled") if cuda_graphs else None,
+            replay=partial(Graphs, rows=usual_rows) if cuda_graphs else None,
         )
         attributes = [value for child in module.modules() for value in vars(child).values()]
         lots.generators.own = [value for value in attributes if isinstance(value, Generator)]

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from dphero.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.layout import Layout, arrange
-from dphero.maxpool import halves, max_pool
 from dphero.meetings import attached, follow
 from dphero.operation import Operation
 from dphero.pieces import Piece
@@ -108,7 +107,6 @@ class Taps:
         self._known = {id(table[local]): table[local] for table, local in self._slots}
         self._note_modules()
         forwards = {site.module: self._site_forward(site) for site in self.sites}
-        forwards |= {child: self._pool_forward(child) for child in module.modules() if halves(child)}
         self.root_forward = forwards.get(module, module.forward)
         forwards[module] = eager(self._run_root)
         self._undo = [replace_forward(child, forward) for child, forward in forwards.items()]
@@ -263,10 +261,6 @@ class Taps:
             )
 
         return forward
-
-    def _pool_forward(self, module: nn.Module) -> Callable[..., Any]:
-        original = module.forward
-        return lambda input: max_pool(input, otherwise=original) if self.following else original(input)
 
     def _stand_in(self, slot: Slot) -> Tensor:
         """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
