@@ -15,7 +15,7 @@ from dphero import _checks as checks
 from dphero.accounting.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
 from dphero.accounting.event import Event, Relation
 from dphero.accounting.ledger import Ledger
-from dphero.accounting.many import compose_many
+from dphero.accounting.many import compose_many, sum_of_divergences
 
 DEFAULT_FILTER_ORDER = 8.0
 """The Rényi filter's order unless another is fixed in advance; near the best for epsilon 3 at delta 1e-5."""
@@ -26,6 +26,7 @@ MAX_STEPS = 10**6
 _FINEST, _FINE, _COARSE = 1e-7, 1e-4, 1e-3
 _WIDEST = 0.1
 _FEW = 16  # different events that are composed one by one
+_MANY_CURVES = 128  # more different Rényi curves than that are bounded by those of a few
 _MAX_POINTS_ONE, _MAX_POINTS_ALL = 2e5, 4e6  # a few seconds and a few hundred megabytes at most
 _GUARD_ORDERS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # whole and few: quick
 
@@ -179,7 +180,24 @@ def _sum_rdp(charges: Mapping[Event, int], orders: Sequence[float], accountant: 
 
 def _rdp(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order: float) -> _Answer:
     _refuse_adaptive(charges, "rdp")
-    return _Answer(rdp_epsilon(RDP_ORDERS, _sum_rdp(charges, RDP_ORDERS, "rdp"), delta))
+    together, others = _sampled_gaussians(charges)
+    if len(together) <= _MANY_CURVES:
+        return _Answer(rdp_epsilon(RDP_ORDERS, _sum_rdp(charges, RDP_ORDERS, "rdp"), delta))
+    total = _sum_rdp(others, RDP_ORDERS, "rdp") + sum_of_divergences(together, RDP_ORDERS)
+    return _Answer(rdp_epsilon(RDP_ORDERS, total, delta))
+
+
+def _sampled_gaussians(charges: Mapping[Event, int]) -> tuple[Counter[tuple[float, float]], dict[Event, int]]:
+    """The Gaussians on Poisson lots, which can be priced together, and all others."""
+    together: Counter[tuple[float, float]] = Counter()
+    others: dict[Event, int] = {}
+    for event, count in charges.items():
+        release = None if event.adaptive else event.sampled_gaussian()
+        if release is None:
+            others[event] = count
+        else:
+            together[release] += count
+    return together, others
 
 
 def _filter(charges: Mapping[Event, int], delta: float, coarse: bool, filter_order: float) -> _Answer:
@@ -274,14 +292,7 @@ def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) ->
 
 def _many(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> _Composed:
     """Compose many different events: the sampled Gaussians among them together, the others one by one."""
-    together: Counter[tuple[float, float]] = Counter()
-    others: dict[Event, int] = {}
-    for event, count in charges.items():
-        release = event.sampled_gaussian()
-        if release is None:
-            others[event] = count
-        else:
-            together[release] += count
+    together, others = _sampled_gaussians(charges)
     if len(together) <= _FEW:
         return _few(charges, mu, coarse, delta)
     steps = sum(others.values())
