@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -182,10 +183,12 @@ def transform(*values: int) -> torch.Tensor:
 def test_transform_reaches_far_tails_and_is_always_finite():
     full, top = (1 << 64) - 1, (1 << 53) - 1
     z = transform(0, 0)  # the smallest uniform, angle 0
-    assert z[0] == pytest.approx(math.sqrt(2 * 53 * math.log(2)))
-    assert z[0] > 8.5
+    assert z[0] == pytest.approx(math.sqrt(2 * 65 * math.log(2)))
+    assert z[0] > 9.4
     assert z[1] == 0
-    assert transform(0, 1 << 52)[0] == pytest.approx(-8.57, abs=0.01)  # half a turn: the other tail
+    assert transform(0, 1 << 52)[0] == pytest.approx(-9.49, abs=0.01)  # half a turn: the other tail
+    assert 8.57 < transform(full - top, 0)[0] < 8.58  # the last word before that of the next uniform
+    assert transform(1, 0)[0] < 8.57
     for value in (0, 1, top, top + 1, full, 1 << 63):
         assert torch.isfinite(transform(value, value)).all()
     assert transform(full, 12345).abs().max() == 0  # u = 1: radius 0
@@ -207,8 +210,6 @@ def test_transform_matches_the_formula():
 @pytest.mark.parametrize("size", [1000, 3 * secure._SERIAL + 6, 2 * secure._SECURE_CHUNK + 6])
 def test_secure_stream_is_the_published_cipher(size):
     """The key stream is AES-256-CTR from counter 0, word for word, in small and in large chunks."""
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
     (sample,) = draw(make_secure(), size, release=0, std=1.0, dtype=torch.float64)
     stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor().update(bytes(8 * size))
     bits = torch.from_numpy(np.frombuffer(stream, dtype=np.int64).copy())
@@ -220,15 +221,16 @@ def test_secure_stream_is_the_published_cipher(size):
 # ---- the transform of the fast source ----------------------------------------------------------------------
 
 
-def fast_transform(radii, angles, kind=np.int32) -> np.ndarray:
-    """Sines and cosines of the pairs, as rows."""
+def fast_transform(radii, angles, kind=np.int32, place=0.5) -> np.ndarray:
+    """Sines and cosines of the pairs, as rows; second words put the smallest uniforms at a place of their interval."""
     n = len(radii)
     words = np.zeros((2, n + -n % 64), dtype=kind)
     words[:, :n] = radii, angles
     out = torch.full((words.size,), math.nan, dtype=torch.float32 if kind == np.int32 else torch.float64)
     tiny, numbers = torch.tensor(2.0 ** (-8 * words.itemsize), dtype=out.dtype), out.new_empty(3, words.shape[1])
-    where = (0, words.size, [out], [words.size], [False], [1.0])
-    pairs.chunk_maker()(torch.from_numpy(words), numbers, tiny, *where)
+    lists = ([out], [words.size], [False], [1.0])
+    chunk = (pairs.chunk_maker(), torch.from_numpy(words), numbers, tiny, (0, words.size), lists)
+    pairs.draw_chunk(*chunk, lambda which: torch.full(which.shape, place, dtype=torch.float64))
     return out.numpy().reshape(2, -1)[:, :n]
 
 
@@ -244,6 +246,63 @@ def test_fast_transform_reaches_far_tails_and_is_always_finite(kind, tail):
     assert fast_transform([low, high], [quarter] * 2, kind) == pytest.approx(0)  # u = 1: radius 0
     far = fast_transform(range(-200, 200), [quarter] * 400, kind)[0]  # no two uniforms of the far tail are one
     assert len(np.unique(far[far > tail - 1])) > 15
+
+
+def test_second_words_carry_the_tails_of_float32_beyond_9_standard_deviations():
+    """What no word of 32 bits can reach by itself, and what made outputs beyond 6.66 impossible without a record."""
+    quarter = 1 << 30
+    ends = {place: fast_transform([0, -1], [quarter, -quarter], place=place)[0] for place in (2.0**-65, 0.5, 1.0)}
+    assert ends[2.0**-65] == pytest.approx([11.54, -11.54], abs=0.01)  # the smallest second word
+    assert ends[0.5] == pytest.approx([6.66, -6.66], abs=0.01)
+    assert ends[1.0] == pytest.approx([6.55, -6.55], abs=0.01)
+    # the intervals of neighbouring words join without a gap, up to the first that is not refined
+    upper, lower = (fast_transform(range(8), [quarter] * 8, place=place)[0] for place in (0.0, 1.0))
+    assert upper[0] == math.inf and upper[1:] == pytest.approx(lower[:-1], rel=1e-6)
+    plain = fast_transform(range(8, 40), [quarter] * 32, place=0.9)[0]
+    assert np.array_equal(plain, fast_transform(range(8, 40), [quarter] * 32, place=0.1)[0])
+
+
+def test_refined_radii_follow_their_law():
+    """Given that a pair is refined, its uniform is uniform: the tail beyond it is that of a Gaussian."""
+    rng, found = np.random.default_rng(3), []
+    for place in rng.random(500):
+        sines, cosines = fast_transform(rng.integers(-8, 8, 8), rng.integers(-(1 << 31), 1 << 31, 8), place=place)
+        found.append(np.hypot(sines[0].astype(float), cosines[0]))
+    uniforms = np.exp(-(np.array(found) ** 2) / 2) * 2**32 / 16
+    assert stats.kstest(uniforms, "uniform").pvalue > 0.01
+
+
+def test_the_source_refines_what_its_words_ask_for(monkeypatch):
+    """The second word is a block of its own of the key stream; the same bits whatever the chunk and thread."""
+    encrypt = fast._Lane._encrypt
+
+    def rare(self, release, counter, size):
+        encrypt(self, release, counter, size)
+        if counter < 1 << 62:
+            self._words[0, 100:103] = torch.tensor([0, -1, 5], dtype=torch.int32)
+
+    monkeypatch.setattr(fast._Lane, "_encrypt", rare)
+    source, total = FastNoise(seed=3), 400_000
+    (sample,) = draw(source, total, release=2, std=1.0)
+    chunk = fast._chunk_size(total)
+    for start in range(0, total, chunk):
+        pairs_ = min(chunk, total - start) // 2
+        for pair, unit in ((100, 1), (101, 1), (102, 11)):
+            block = (2).to_bytes(8, "big") + ((1 << 62) + start + pair).to_bytes(8, "big")
+            key = bytes.fromhex(source.state_dict()["key"])
+            word = int.from_bytes(Cipher(algorithms.AES128(key), modes.ECB()).encryptor().update(block)[:8], "little")
+            radius = math.sqrt(-2 * math.log((unit - 1 + 2 * (word + 0.5) / 2**64) / 2**32))
+            assert math.hypot(sample[start + pair], sample[start + pairs_ + pair]) == pytest.approx(radius, rel=1e-5)
+
+
+def test_on_a_device_two_normals_reach_further_than_one():
+    """A stand-in for the generator of a GPU, whose normals end: the sum of two reaches √2 times as far."""
+    tensor, generator = torch.empty(400_000), torch.Generator().manual_seed(5)
+    fast.draw_on_device(tensor, 2.0, generator)
+    assert stats.kstest(tensor.numpy() / 2, "norm").pvalue > 0.01
+    half = torch.empty(1000, dtype=torch.bfloat16)
+    fast.draw_on_device(half, 1.0, generator)
+    assert 0.9 < half.float().std() < 1.1
 
 
 def assert_pairs(noise: np.ndarray, words: np.ndarray) -> None:
@@ -390,8 +449,6 @@ def test_no_value_of_one_type_is_the_rounded_value_of_another():
 
 def words_of(source: FastNoise, release: int, start: int, size: int, width: int) -> np.ndarray:
     """The documented words of one chunk, block by block: AES of (release, counter), no counter mode involved."""
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-
     blocks = np.empty((size * width // 16, 2), dtype=">u8")
     first = start * width // 16 + (1 << 63 if width == 8 else 0)
     blocks[:, 0], blocks[:, 1] = release, first + np.arange(len(blocks), dtype=np.uint64)

@@ -3,6 +3,11 @@
 A pair has two words, signed integers k and l of b bits. The uniform u = |2k + 1| / 2ᵇ is never 0, and it is finest near
 0, where the tails come from. The angle πl / 2ᵇ⁻¹ lies in [-π, π]. The pair is √(ln 1/u²) · (sin, cos).
 
+With b = 32 the smallest u would be 2⁻³², and noise would end at 6.66 standard deviations: an output beyond that would
+be impossible without the record that moved it there. So the eight smallest uniforms, which stand for intervals
+(|2k + 1| ± 1) / 2³², get a second word of 64 bits that says where in the interval u lies. Tails then reach 11.5
+standard deviations. One pair in 270 million is concerned, and every other is what it is without.
+
 Threads make pairs at the same time, but Python lets only one of them through at a time. So all that is done with a
 chunk is one function that torch compiles: it asks for Python's lock once, not at each step. Where torch cannot compile
 it, Python runs the same function, more slowly.
@@ -15,13 +20,50 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import log
 
 import torch
 from torch import Tensor
 
-__all__ = ["chunk_maker", "make_chunk"]
+__all__ = ["chunk_maker", "draw_chunk", "make_chunk"]
 
 logger = logging.getLogger(__name__)
+
+_REFINED = 16
+"""Uniforms below so many units of 2⁻³² are refined."""
+
+
+def draw_chunk(
+    make: Callable[..., bool],
+    words: Tensor,
+    numbers: Tensor,
+    tiny: Tensor,
+    place: tuple[int, int],
+    lists: tuple[list[Tensor], list[int], list[bool], list[float]],
+    second: Callable[[Tensor], Tensor],
+) -> None:
+    """Make the normals of a chunk, refining the smallest uniforms, and hand them out.
+
+    Args:
+        make: :func:`make_chunk`, or what :func:`chunk_maker` made of it.
+        words: Random words, as there.
+        numbers: The same memory, as there.
+        tiny: 2⁻ᵇ.
+        place: ``start`` and ``stop``.
+        lists: ``targets``, ``ends``, ``keeps`` and ``stds``.
+        second: Told which pairs, by their numbers in the chunk; returns where in (0, 1) the second word of each puts
+            its uniform, in float64.
+    """
+    if make(words, numbers, tiny, *place, *lists):
+        return
+    pairs = (place[1] - place[0] + 1) // 2
+    radius = numbers[0, : pairs + -pairs % 64]
+    units = 2 * ((32 * log(2) - radius.double().square() / 2).exp() / 2 - 0.5).round() + 1  # |2k + 1| again
+    which = (units < _REFINED).nonzero().flatten()
+    fine = (units[which] - 1 + 2 * second(which)).log().sub(32 * log(2)).mul(-2).sqrt()
+    radius[which] = fine.to(radius.dtype)
+    handed_out = make(words, numbers, tiny, *place, *lists, made=True)
+    assert handed_out
 
 
 def make_chunk(
@@ -34,7 +76,8 @@ def make_chunk(
     ends: list[int],
     keeps: list[bool],
     stds: list[float],
-) -> None:
+    made: bool = False,
+) -> bool:
     """Make standard normals, first sines, then cosines, and hand them out, times their deviations.
 
     There are half as many pairs as normals, rounded up to a multiple of 64: a processor may treat what is less than a
@@ -50,17 +93,24 @@ def make_chunk(
         ends: Where each of them ends in the concatenation.
         keeps: Which of them are added to.
         stds: Their deviations.
+        made: Whether radii, sines and cosines are made already, and only to be handed out.
+
+    Returns:
+        Whether they were handed out. If not, some radii of 32 bits are so large that their uniforms want refining.
     """
     unit, pairs = float(tiny), (stop - start + 1) // 2
     pairs += -pairs % 64
     used = numbers.narrow(1, 0, pairs)
     radius, sine, cosine = used[0], used[1], used[2]
-    used.narrow(0, 0, 2).copy_(words.narrow(1, 0, pairs))  # each in its own place
-    torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
-    radius.pow_(-2).log_().sqrt_()
-    sine.mul_(6.283185307179586 * unit)  # the angle, so far
-    torch.cos(sine, out=cosine)
-    sine.sin_()
+    if not made:
+        used.narrow(0, 0, 2).copy_(words.narrow(1, 0, pairs))  # each in its own place
+        torch.add(tiny, radius, alpha=2.0 * unit, out=radius)  # u, or -u
+        radius.pow_(-2).log_().sqrt_()
+        sine.mul_(6.283185307179586 * unit)  # the angle, so far
+        torch.cos(sine, out=cosine)
+        sine.sin_()
+        if unit > 1e-12 and float(radius.max()) > 6.2:  # √(2 ln(2³² / 16)) is 6.23
+            return False
     for row in range(2):
         turn, first = used[1 + row], start + row * pairs
         for i in range(len(targets)):
@@ -74,16 +124,17 @@ def make_chunk(
                 if not keeps[i]:
                     target.zero_()  # and added to as well: the same bits either way
                 target.addcmul_(ours, length, value=stds[i])
+    return True
 
 
 @cache
-def chunk_maker() -> Callable[..., None]:
+def chunk_maker() -> Callable[..., bool]:
     """Return :func:`make_chunk`, compiled if torch can do that."""
     try:
         with _unwatched():
             # from its source, as this way torch warns of nothing
-            compiled: Callable[..., None] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
-            words = torch.zeros(2, 64, dtype=torch.int32, device="cpu")
+            compiled: Callable[..., bool] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
+            words = torch.ones(2, 64, dtype=torch.int32, device="cpu") << 20
             numbers, tiny = torch.empty(3, 64, device="cpu"), torch.tensor(2.0**-32, device="cpu")
             compiled(words, numbers, tiny, 0, 128, [torch.empty(128, device="cpu")], [128], [False], [1.0])
     except Exception as error:

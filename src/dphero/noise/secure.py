@@ -29,7 +29,7 @@ class SecureNoise(OneTimeSource):
     """Gaussian noise from a cryptographic key stream: AES-256 in counter mode, key from the operating system.
 
     64-bit words of the stream become 53-bit uniforms, these become Gaussians by Box-Muller in float64, are
-    scaled in float64 and rounded once to the tensor's type. Tails reach 8.57 standard deviations. Whoever
+    scaled in float64 and rounded once to the tensor's type. Tails reach 9.49 standard deviations. Whoever
     predicts the noise from other noise breaks AES.
 
     The key lives in memory only. After `load_state_dict`, and in a forked process, a new key is drawn:
@@ -89,12 +89,18 @@ def _box_muller(bits: Tensor, std: float, out: Tensor) -> Tensor:
     """Turn an even number n of random 64-bit words into n independent N(0, std²), in float64.
 
     u = (low 53 bits + 1) / 2⁵³ lies in (0, 1], so that its logarithm is finite; v = low 53 bits / 2⁵³ lies in
-    [0, 1); the result is std · √(−2 ln u) · (cos 2πv, sin 2πv). `bits` is overwritten.
+    [0, 1); the result is std · √(−2 ln u) · (cos 2πv, sin 2πv). Where all low bits of u are 0, the high 11 bits h
+    say where in (0, 2⁻⁵³] it lies: u = (h + ½) / 2⁶⁴. `bits` is overwritten.
     """
     half = bits.numel() // 2
     cosine, sine = out[:half], out[half:]
+    high = bits[:half] >> 53
     bits.bitwise_and_(_MANTISSA)
-    radius = bits[:half].to(torch.float64).add_(1).mul_(2.0**-53)
+    radius = bits[:half].to(torch.float64)
+    if not radius.all():
+        smallest = radius == 0
+        radius[smallest] = (high[smallest] & 0x7FF).to(torch.float64).add_(0.5).mul_(2.0**-11).sub_(1)
+    radius.add_(1).mul_(2.0**-53)
     sine.copy_(bits[half:]).mul_(2 * math.pi * 2.0**-53)
     cosine.copy_(sine)
     step = half if bits.numel() > _SERIAL else _SERIAL_TRIGONOMETRY
