@@ -71,6 +71,7 @@ def test_private_training_learns() -> None:
     assert float((run.module(x).argmax(1) == y).float().mean()) > 0.85
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("physical", [1, 3, 7, 100])
 @pytest.mark.parametrize("clipping", ["flat", "adaptive"])
 def test_physical_batches_change_nothing(physical: int, clipping: str) -> None:

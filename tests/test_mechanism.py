@@ -248,6 +248,7 @@ def test_the_divisor_is_public(lot: float) -> None:
         torch.testing.assert_close(found[name] * lot, expected[name])
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
     """Against micro-batches of one: the same seed with and without gradients differs by the clipped sum alone."""
     private, noise = training(guidance="isotropic"), training(guidance="isotropic")
@@ -284,6 +285,7 @@ def test_sums_become_gradients_only_where_they_own_their_memory() -> None:
     assert added and shaped._becoming_gradients(own, shaped._further()[1]).keys() == added != own.keys()
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
     """Releases of a sum and of zeros, under the same noise, differ by the sum."""
@@ -296,17 +298,17 @@ def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
         run = training(copy.deepcopy(module), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP, seed=3)
         it = mechanism(run)
         given = {name: factor * value for name, value in sums.items()}
+        lot = SimpleNamespace(sums=given, marks=(), count=None)
         shaped = sum(
             not it.noise_geometry[name].is_identity for name in it._becoming_gradients(given, it._further()[1])
         )
-        released.append(
-            {name: value.clone() for name, value in it.release(SimpleNamespace(sums=given, count=None)).items()}
-        )
+        released.append({name: value.clone() for name, value in it.release(lot).items()})
     assert shaped
     for name, value in sums.items():
         torch.testing.assert_close(released[1][name] - released[0][name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_it_makes_no_difference_whether_a_sum_becomes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     module = wide()
 
@@ -703,3 +705,62 @@ def test_a_checkpoint_carries_what_was_made_ahead(before: int, at_once: bool, mo
     for name, value in unbroken.module.state_dict().items():
         assert torch.equal(value, saved.module.state_dict()[name]), name
         assert torch.equal(value, resumed.module.state_dict()[name]), name
+
+
+# -- the grid of short formats ---------------------------------------------------------------------------------------
+
+
+def lattice_guesses(rounded_before: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Release a sum of 0.3 C or nothing in bfloat16, 20 times; count how often the grid of the output tells which.
+
+    Noise of type bfloat16 lies on a grid that is coarse where it is large. Where noise and sum nearly cancel, the
+    output is small and its own grid fine: it then shows the sum, up to the coarse grid.
+    """
+    if rounded_before:
+        monkeypatch.setattr("dphero.mechanism._precise", lambda dtype: dtype)
+    right = 0
+    for trial in range(20):
+        module = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)).bfloat16()
+        run = training(module, guidance="isotropic", noise_multiplier=1.0, max_grad_norm=1.0, seed=trial)
+        it, truth = mechanism(run), trial % 2 == 0
+        candidate = 0.3 / LOT
+        sums = {name: torch.full(p.shape, candidate * truth) for name, p in it._parameters.items()}
+        released = it.release(SimpleNamespace(sums=sums, marks=(), count=None))
+        flat = torch.cat([value.flatten() for value in released.values()]).double()
+        noise = (flat[flat.abs() < candidate / 8] - candidate) * 2**13  # were the sum there; in units of its grid
+        guess = bool(((noise - noise.round()).abs() < 0.1).double().mean() > 0.6)
+        right += guess == truth
+        assert all(value.dtype == torch.bfloat16 for value in released.values())
+    return right
+
+
+def test_the_grid_of_bfloat16_does_not_show_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lattice_guesses(False, monkeypatch) <= 15
+    assert lattice_guesses(True, monkeypatch) == 20  # without the guard
+
+
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("guidance", ["isotropic", "pca", "history"])
+def test_noise_is_drawn_shaped_and_added_in_single_precision(
+    secure: bool, guidance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rounded to the parameter's own type once, at the end."""
+    module = network().bfloat16()
+    options = {"secure": True} if secure else {"seed": 3}
+    run = training(module, dataset=short_data(), guidance=guidance, **options)
+    filled: list[torch.dtype] = []
+    fill = run.engine._attached.mechanism.noise.fill
+
+    def watched(tensors: Any, *arguments: Any) -> None:
+        filled.extend(tensor.dtype for tensor in tensors)
+        fill(tensors, *arguments)
+
+    monkeypatch.setattr(run.engine._attached.mechanism.noise, "fill", watched)
+    steps = run.steps(3)
+    assert set(filled) == {torch.float32}
+    assert all(gradient.dtype == torch.bfloat16 for step in steps for gradient in step.values())
+
+
+def short_data() -> TensorDataset:
+    x, y = training().loader.dataset.tensors  # type: ignore[attr-defined]
+    return TensorDataset(x.bfloat16(), y)

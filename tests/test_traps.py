@@ -70,6 +70,7 @@ def test_batch_norm_in_any_disguise_is_refused(norm: Any, monkeypatch: Patch) ->
 # -- NaN --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
 def test_an_example_that_is_not_finite_adds_nothing(poison: float, monkeypatch: Patch) -> None:
     def poisoned() -> Training:
@@ -157,6 +158,7 @@ def test_a_norm_of_minus_infinity_is_not_finite() -> None:
 # -- empty lots -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_an_empty_lot_is_a_step(monkeypatch: Patch) -> None:
     empty: dict[str, Any] = {"sample_rate": 1e-9, "dataset_size": None, "guidance": "isotropic"}
     quiet = training(**empty)
@@ -345,6 +347,7 @@ def test_a_forked_process_does_not_go_on_with_its_parents_training(
 # -- adaptive clipping ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_adaptive_clipping_sees_the_whole_lot(monkeypatch: Patch) -> None:
     def bound(**options: Any) -> float:
         made = training(clipping="adaptive", noise_multiplier=1e-3, **options)

@@ -62,6 +62,10 @@ __all__ = ["PrivacyEngine"]
 Optimizers = Optimizer | Sequence[Optimizer]
 
 _UNSOUND = "UNSOUND AS PUBLISHED: the noise is far weaker along some directions than the recipe claims."
+_KEY_SHARED = (
+    "Another run of the same process used the same key of noise (a seed, or a checkpoint continued twice). Its noise "
+    "was another wherever its sums were; if both runs are published, their budgets add up."
+)
 _SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 
 
@@ -377,6 +381,8 @@ class PrivacyEngine:
             self._past_notes[_UNSOUND] = None
         if mechanism is not None and mechanism.noise.seeded:
             self._past_notes[_SEEDED] = None
+        if mechanism is not None and getattr(mechanism.noise, "key_shared", False):
+            self._past_notes[_KEY_SHARED] = None
         return tuple(self._past_notes)
 
     @property

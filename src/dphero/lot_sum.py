@@ -50,6 +50,7 @@ class LotSum:
         self._settle()
         self._sums: dict[str, Tensor] = {}
         self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64, device="cpu")
+        self._marks: list[Tensor] = []
         self._finite, self._norms = 0.0, 0.0  # number of finite gradients in this lot, and the sum of their norms
 
     @property
@@ -63,6 +64,12 @@ class LotSum:
         """The count over the whole lot that an adaptive clip rule releases along (0 if it is empty), or ``None``."""
         self._settle()
         return self._count
+
+    @property
+    def marks(self) -> list[Tensor]:
+        """Numbers of each batch, on the CPU, that differ where any norm differs: they tell this lot from others."""
+        self._settle()
+        return self._marks
 
     @property
     def diagnostics(self) -> Diagnostics:
@@ -137,7 +144,9 @@ class LotSum:
 
     def _note(self, reading: Fetched, real: int) -> int:
         """Bring the diagnostics up to date; return how many gradients are not finite."""
-        good, clipped, norm = reading.arrived()[0].tolist()
+        numbers = reading.arrived()[0]
+        self._marks.append(numbers)
+        good, clipped, norm = numbers.tolist()
         self._finite, self._norms = self._finite + good, self._norms + norm
         seen = self._diagnostics
         self._diagnostics = Diagnostics(

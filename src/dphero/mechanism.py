@@ -57,6 +57,10 @@ class Lot(Protocol):
         """Clipped sums Σ_i w̄_i / B in parameter space; a missing name is a sum of zero, and gets noise."""
 
     @property
+    def marks(self) -> Sequence[Tensor]:
+        """Numbers, on the CPU, that tell this lot from others, known before its sums are."""
+
+    @property
     def count(self) -> Tensor | None:
         """The count that an adaptive clip rule releases along, else ``None``."""
 
@@ -159,7 +163,7 @@ class Mechanism:
         every example. In the weakest direction of the noise that counts `condition` times as much.
         """
         for name, shape in geometry.items():
-            condition, dtype = shape.largest / shape.smallest, self._parameters[name].dtype
+            condition, dtype = shape.largest / shape.smallest, _precise(self._parameters[name].dtype)
             if condition > _MILD and condition * torch.finfo(dtype).eps * self.expected_lot > _ROUNDING:
                 raise _UnevenError(
                     f"the noise of {name!r} would be {condition:.3g} times stronger in some directions than in others. "
@@ -246,6 +250,7 @@ class Mechanism:
         normals, further = self._further()
         on_cpu = any(p.is_cpu for p in self._parameters.values())
         onto = self._becoming_gradients(lot.sums, further) if on_cpu else {}
+        bound_to = self._sums_or_marks(lot, on_cpu)
         flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
         query = [] if self.clipping.count_noise is None else [torch.empty((), dtype=torch.float64, device="cpu")]
@@ -253,7 +258,7 @@ class Mechanism:
         stds = [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)]
         try:
             with alongside(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
-                self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto))
+                self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto), bound_to)
                 for name, noise in gradients.items():
                     if name in further:
                         self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
@@ -265,6 +270,7 @@ class Mechanism:
         named = [name for name in others if name in sums]
         if named:
             torch._foreach_add_([others[name] for name in named], [sums[name] for name in named])
+        gradients = {name: noisy.to(self._parameters[name].dtype) for name, noisy in gradients.items()}
         if self.guidance.needs_gradients:
             self._last = gradients
             self.guidance.observe(self._released())
@@ -275,12 +281,20 @@ class Mechanism:
             self.clipping.adapt(float(lot.count) + noise_on_count, self.expected_lot)
         return gradients
 
+    @staticmethod
+    def _sums_or_marks(lot: Lot, on_cpu: bool) -> list[Tensor]:
+        """Return what the noise of a lot is bound to: its sums and count; on a GPU numbers that are known earlier."""
+        if not on_cpu:
+            return list(lot.marks)
+        totals = lot.sums.values() if lot.count is None else [*lot.sums.values(), lot.count]
+        return [total.cpu() for total in totals]
+
     def _further(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return memory for the further normals that some geometries shape their noise with: whole, and cut for each.
 
         It is kept for as long as the geometries are the same, and the parameters where and as they were.
         """
-        kinds = {name: (p.dtype, p.device) for name, p in self._parameters.items()}
+        kinds = {name: (_precise(p.dtype), p.device) for name, p in self._parameters.items()}
         if not self._wanted_by or self._wanted_by[0] is not self._geometry or self._wanted_by[1] != kinds:
             shapes = {name: self.noise_geometry[name].further(dtype) for name, (dtype, _) in kinds.items()}
             self._normals = self._room({name: shape for name, shape in shapes.items() if shape is not None})
@@ -301,7 +315,7 @@ class Mechanism:
                 continue
             storage = total.untyped_storage()
             alone = storage.nbytes() == total.nbytes and memory[storage.data_ptr()] == 1
-            if alone and total.dtype == parameter.dtype and total.shape == parameter.shape:
+            if alone and total.dtype == _precise(parameter.dtype) and total.shape == parameter.shape:
                 found[name] = total
         return found
 
@@ -310,7 +324,7 @@ class Mechanism:
         kinds: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name in shapes:
             parameter = self._parameters[name]
-            kinds.setdefault((parameter.device, parameter.dtype), []).append(name)
+            kinds.setdefault((parameter.device, _precise(parameter.dtype)), []).append(name)
         long: list[Tensor] = []
         found: dict[str, Tensor] = {}
         for (device, dtype), names in kinds.items():
@@ -360,6 +374,11 @@ class Mechanism:
 
     def _from_states(self, states: Mapping[str, Any]) -> dict[str, Geometry]:
         return {**self._identity, **{name: Geometry.from_state(state) for name, state in states.items()}}
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that noise and sum are made and added in; a shorter one's grid would show the sum through it."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _states(geometry: Mapping[str, Geometry]) -> dict[str, Any]:

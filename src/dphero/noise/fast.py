@@ -9,7 +9,7 @@ import operator
 import secrets
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from torch import Tensor
 
+from dphero.noise import register
 from dphero.noise.pairs import chunk_maker, draw_chunk
 from dphero.noise.source import OneTimeSource, Target, close, is_flat
 from dphero.noise.team import together
@@ -53,9 +54,10 @@ class FastNoise(OneTimeSource):
     torch may round logarithms and sines differently in the last bits; the key is in every checkpoint. For a
     key that is never saved, and noise that is always made in float64, use `SecureNoise`.
 
-    Two runs under one key share their noise, and the difference of their releases is free of it. So publish
-    only one run per seed and only one continuation per checkpoint. `state_dict()` holds the key: keep it as
-    secret as the data. A forked process draws a new key, also if there was a seed: it does not repeat its parent.
+    Two sums under one noise vector differ by exactly the people in them. So where a release says what its noise is for
+    (`bound_to`), its key is hashed from (key, t, that): a run that is resumed, or started again with its seed, draws
+    the same noise for the same sum, and independent noise as soon as anything is different. `state_dict()` holds the
+    key: keep it as secret as the data. A forked process draws a new key, also if there was a seed.
 
     Args:
         seed: None (default) takes 128 bits from the operating system. An integer makes the run repeatable;
@@ -69,6 +71,9 @@ class FastNoise(OneTimeSource):
             self._key = secrets.token_bytes(16)
         else:
             self._key = hashlib.blake2b(str(operator.index(seed)).encode(), digest_size=16).digest()
+        self._binds = True
+        self._bound_keys: dict[int, bytes] = {}
+        self._key_shared = False
         self._lanes: dict[torch.dtype, list[_Lane]] = {}
         self._cuda: dict[torch.device, torch.Generator] = {}
 
@@ -77,6 +82,11 @@ class FastNoise(OneTimeSource):
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
         return self._seeded
 
+    @property
+    def key_shared(self) -> bool:
+        """Whether another run in this process released something else under the same key and number."""
+        return self._key_shared
+
     def state_dict(self) -> dict[str, Any]:
         """The key (secret!) and the last release: enough to continue the stream bit by bit."""
         return {
@@ -84,6 +94,7 @@ class FastNoise(OneTimeSource):
             "key": self._key.hex(),
             "seeded": self._seeded,
             "last_release": self._last_release,
+            "binds": self._binds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,11 +109,13 @@ class FastNoise(OneTimeSource):
                 last_release,
             )
         self._key, self._seeded, self._last_release = key, bool(state["seeded"]), last_release
+        self._binds = bool(state.get("binds", False))  # a state from before goes on as it would have gone on
 
     def _enter_new_process(self) -> None:
         self._key = secrets.token_bytes(16)  # whether seeded or not: noise is used once
 
     def _draw(self, targets: list[Target], release: int) -> None:
+        key = self._bound_keys.get(release, self._key)
         streams: dict[torch.device | torch.dtype, list[Target]] = {}
         for target in targets:
             if target.tensor.is_cuda:
@@ -112,11 +125,35 @@ class FastNoise(OneTimeSource):
                 streams.setdefault(dtype, []).append(target)
         for stream, members in streams.items():
             if isinstance(stream, torch.dtype):
-                self._draw_on_cpu(members, stream, release)
+                self._draw_on_cpu(members, stream, key, release)
             else:
-                self._draw_on_cuda(members, stream, release)
+                self._draw_on_cuda(members, stream, key, release)
 
-    def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, release: int) -> None:
+    def _bind(self, release: int, values: Sequence[Tensor]) -> None:
+        """Derive the key of a release from the key, and from a code (GMAC, under the key) of what its noise is for.
+
+        As in deterministic signatures (RFC 6979), a secret random number is a function of the secret key and of what it
+        is used for: the same again for the same, and independent of it for everything else.
+        """
+        if not (self._binds and values):
+            return
+        self._bound_keys = dict(list(self._bound_keys.items())[-7:])  # of the latest releases, for tests of repeats
+        code = Cipher(algorithms.AES128(self._key), modes.GCM(release.to_bytes(12, "big"))).encryptor()
+        for value in values:
+            code.authenticate_additional_data(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        code.finalize()
+        sizes = repr([(value.dtype, tuple(value.shape)) for value in values]).encode()
+        self._bound_keys[release] = key = hashlib.blake2b(sizes + code.tag, key=self._key, digest_size=16).digest()
+        if not register.is_new(self._key, release, key) and not self._key_shared:
+            self._key_shared = True
+            logger.warning(
+                "Release %d of a run with this key (a seed, or a checkpoint that was continued before) was made in "
+                "this process already, of another sum. Its noise is drawn anew here. Two runs on one data set spend "
+                "two budgets: add them up if both are published.",
+                release,
+            )
+
+    def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, key: bytes, release: int) -> None:
         tensors, detours = [], []
         for tensor, _, _ in targets:
             if is_flat(tensor) and tensor.dtype == dtype:
@@ -133,7 +170,7 @@ class FastNoise(OneTimeSource):
 
         def work(lane: int) -> None:
             for chunk in todo:
-                lanes[lane].draw(whole, chunk, self._key, release)
+                lanes[lane].draw(whole, chunk, key, release)
                 done.append(chunk)
 
         together(work, threads)
@@ -141,11 +178,11 @@ class FastNoise(OneTimeSource):
             raise RuntimeError(f"only {len(done)} of {chunks} pieces of noise were drawn; nothing may be released")
         close(detours)
 
-    def _draw_on_cuda(self, targets: list[Target], device: torch.device, release: int) -> None:
+    def _draw_on_cuda(self, targets: list[Target], device: torch.device, key: bytes, release: int) -> None:
         if device not in self._cuda:
             self._cuda[device] = torch.Generator(device)
         name = struct.pack("<Q", release) + str(device).encode()
-        seed = hashlib.blake2b(name, key=self._key, digest_size=8).digest()
+        seed = hashlib.blake2b(name, key=key, digest_size=8).digest()
         generator = self._cuda[device].manual_seed(int.from_bytes(seed, "little"))
         for target in targets:
             draw_on_device(target.tensor, target.std, generator)

@@ -43,7 +43,12 @@ class NoiseSource(Protocol):
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
 
     def fill(
-        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[bool] = ()
+        self,
+        tensors: Sequence[Tensor],
+        std: float | Sequence[float],
+        release: int,
+        keep: Sequence[bool] = (),
+        bound_to: Sequence[Tensor] = (),
     ) -> None:
         """Overwrite every tensor in place with independent N(0, std²), or add that to what it holds.
 
@@ -54,6 +59,9 @@ class NoiseSource(Protocol):
             release: index of this release, larger than every index served before.
             keep: for each tensor, whether noise is added to what it holds; left out, it is overwritten. This needs a
                 contiguous tensor on the CPU, of 32 or 64 bits.
+            bound_to: what the noise is for, as tensors on the CPU: the sum it will hide, or numbers that tell that sum
+                from others. A source that a key repeats gives the same noise for the same values, and independent
+                noise for any others.
 
         Raises:
             RuntimeError: `release` is not larger than the last one served.
@@ -80,7 +88,12 @@ class OneTimeSource(ABC):
         return self._last_release
 
     def fill(
-        self, tensors: Sequence[Tensor], std: float | Sequence[float], release: int, keep: Sequence[bool] = ()
+        self,
+        tensors: Sequence[Tensor],
+        std: float | Sequence[float],
+        release: int,
+        keep: Sequence[bool] = (),
+        bound_to: Sequence[Tensor] = (),
     ) -> None:
         """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
         release = operator.index(release)
@@ -116,7 +129,11 @@ class OneTimeSource(ABC):
                     if not its_own:
                         tensor.zero_()
             elif filled := [target for target in targets if target.tensor.numel()]:
+                self._bind(release, bound_to)
                 self._draw(filled, release)
+
+    def _bind(self, release: int, values: Sequence[Tensor]) -> None:  # noqa: B027 (not all have a key to repeat)
+        """Make the noise of a release a function of these values too; for sources that a key repeats."""
 
     @abstractmethod
     def _draw(self, targets: list[Target], release: int) -> None:

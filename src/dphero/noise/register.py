@@ -1,0 +1,29 @@
+"""What keys were used for, in this process: a second run under a key of the first is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+__all__ = ["is_new"]
+
+_MOST = 1 << 20  # releases of a key that are remembered: 8 MB at most
+
+_used: dict[bytes, array[int]] = {}
+
+
+def is_new(key: bytes, release: int, code: bytes) -> bool:
+    """Note what the noise of a release was bound to; tell whether nothing else was noted for it before.
+
+    Args:
+        key: The key of a run. What is kept is a hash of it.
+        release: The number of the release.
+        code: Stands for what was released; the same code again is the same release again.
+    """
+    if release >= _MOST:
+        return True
+    notes = _used.setdefault(hashlib.blake2b(key, digest_size=16, person=b"used").digest(), array("Q"))
+    notes.extend([0] * (release + 1 - len(notes)))
+    note = int.from_bytes(code[:8], "little") | 1
+    earlier, notes[release] = notes[release], note
+    return earlier in (0, note)

@@ -1,0 +1,138 @@
+"""One checkpoint continued twice, one seed in two engines: no two sums ever get the same noise."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dphero.noise import FastNoise
+from tests.trainer import Training, data, network, same, training
+
+SIGMA = 1.0
+
+
+def doubled(out: Tensor, label: Tensor) -> Tensor:
+    return 2 * F.cross_entropy(out, label)
+
+
+def against(out: Tensor, label: Tensor) -> Tensor:
+    return -F.cross_entropy(out, label)
+
+
+def learning_rate(run: Training) -> None:
+    run.optimizer.param_groups[0]["lr"] = 0.01
+
+
+CONTINUATIONS: dict[str, Any] = {
+    "loss": ({}, lambda run: None, doubled),
+    "loss with the other sign": ({}, lambda run: None, against),
+    "learning rate": ({}, learning_rate, F.cross_entropy),
+}
+
+
+def noise_left(first: list[dict[str, Tensor]], second: list[dict[str, Tensor]]) -> float:
+    """The least root mean square, over releases, of the difference of two runs in units of one run's noise.
+
+    √2 and more where noises are independent; far less where one noise is in both, and differences are people.
+    """
+    parts = []
+    for one, other in zip(first, second, strict=True):
+        if same(one, other):  # the same release again tells nothing new
+            continue
+        parts.append(torch.cat([(one[name] - other[name]).flatten() for name in one]))
+    assert parts
+    return min(float(part.square().mean().sqrt()) for part in parts) * 12 / SIGMA  # lots of 12
+
+
+def continued(path: Path, change: Any, loss: Any, **options: Any) -> list[dict[str, Tensor]]:
+    run = training(guidance="isotropic", noise_multiplier=SIGMA, **options)
+    run.engine.load(path)
+    change(run)
+    return run.steps(3, loss)
+
+
+@pytest.mark.parametrize("name", CONTINUATIONS)
+@pytest.mark.parametrize("seed", [7, None], ids=["seed", "no seed"])
+def test_two_continuations_share_no_noise(
+    name: str, seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, change, loss = CONTINUATIONS[name]
+    run = training(guidance="isotropic", noise_multiplier=SIGMA, seed=seed)
+    run.steps(2)
+    run.engine.save(tmp_path / "run.pt")
+
+    def difference() -> float:
+        plain = continued(tmp_path / "run.pt", lambda run: None, F.cross_entropy)
+        return noise_left(plain, continued(tmp_path / "run.pt", change, loss, **options))
+
+    assert difference() > 1.2
+    with monkeypatch.context() as patch:  # without the guard the difference is the people alone
+        patch.setattr(FastNoise, "_bind", lambda self, release, values: None)
+        assert difference() < 0.8
+
+
+def test_one_seed_in_two_engines_on_other_data_shares_no_noise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def released(dataset: Any) -> list[dict[str, Tensor]]:
+        return training(network(), dataset=dataset, guidance="isotropic", seed=11).steps(1)
+
+    other = data()
+    other.tensors[0][:30] += 0.5
+    with caplog.at_level(logging.WARNING, logger="dphero"):
+        first = released(data())
+        assert not caplog.records
+        assert noise_left(first, released(other)) > 1.2
+    assert "of another sum. Its noise is drawn anew here" in caplog.text
+    monkeypatch.setattr(FastNoise, "_bind", lambda self, release, values: None)
+    assert noise_left(released(data()), released(other)) < 0.8
+
+
+def test_a_run_that_is_repeated_is_the_same_and_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="dphero"):
+        first, second = training(seed=12), training(seed=12)
+        assert all(same(a, b) for a, b in zip(first.steps(3), second.steps(3), strict=True))
+    assert not caplog.records
+    assert "another run" not in second.engine.statement(1e-5).text.lower()
+
+
+def test_the_statement_says_that_a_key_was_shared() -> None:
+    training(seed=13).steps(1)
+    second = training(seed=13)
+    second.steps(1, against)
+    assert "Another run of the same process used the same key" in second.engine.statement(1e-5).text
+
+
+def test_noise_is_bound_to_values_types_and_shapes() -> None:
+    def drawn(*values: Tensor, release: int = 0) -> tuple[float, ...]:
+        noise = torch.zeros(8)
+        FastNoise(seed=14).fill([noise], 1.0, release, bound_to=values)
+        return tuple(noise.tolist())
+
+    ones = torch.ones(4)
+    bits = torch.ones(4).view(torch.uint8).clone().view(torch.float32)
+    assert drawn(ones) == drawn(bits) == drawn(torch.ones(4, 2)[:, 0])
+    changed = ones.clone()
+    changed[3] = torch.nextafter(ones[3], torch.tensor(2.0))  # one bit
+    others = [
+        (changed,), (-ones,), (ones, ones), (ones.view(2, 2),), (ones.double(),), (ones[:3],), (), (ones.bfloat16(),)
+    ]  # fmt: skip
+    found = {drawn(ones), drawn(ones, release=1), *(drawn(*other) for other in others)}
+    assert len(found) == 2 + len(others)
+
+
+def test_a_state_from_before_noise_was_bound_goes_on_as_it_would_have() -> None:
+    source, older = FastNoise(seed=15), FastNoise(seed=16)
+    state = source.state_dict()
+    del state["binds"]
+    older.load_state_dict(state)
+    plain, bound = torch.zeros(8), torch.zeros(8)
+    source.fill([plain], 1.0, 0)
+    older.fill([bound], 1.0, 0, bound_to=[torch.ones(3)])
+    assert torch.equal(plain, bound)
