@@ -364,10 +364,18 @@ def _outcome(path: Path) -> dict[str, Any] | None:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """Return the digests of the files of a finished run, or of a published one; other files are not known by any."""
-    found = (_outcome(path) or {}).get("files", {})
+    """Return the digests of the files of a finished run, or of a published one; those of other runs are not known."""
+    if (outcome := _outcome(path)) is not None:
+        found, where = outcome.get("files", {}), path / "result.json"
+    elif os.path.lexists(path / "manifest.json"):
+        where = path / "manifest.json"
+        found = open_json(read_json(where, "files"), where)["files"]
+        if isinstance(found, dict):
+            found = {name: entry.get("sha256") for name, entry in found.items() if isinstance(entry, dict)}
+    else:
+        return {}
     if not isinstance(found, dict):
-        raise DamagedFile(path / "result.json", "its files are no table")
+        raise DamagedFile(where, "its files are no table")
     return found
 
 

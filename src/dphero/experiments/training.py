@@ -127,6 +127,10 @@ def train(
     import_module("safetensors.torch")
     with directory.locked(), stoppable() as asked_to_stop:
         directory.refuse_without_key()
+        if directory.checkpoint.is_symlink():
+            raise ValueError(
+                f"{directory.checkpoint} is a symbolic link, which is not followed here: put the file itself"
+            )
         saved = extra_of(directory.checkpoint) if directory.checkpoint.exists() else {}
         directory.require_same_recipe(saved.get("recipe"))
         task, data = prepare(directory.recipe, data)
