@@ -14,10 +14,12 @@ from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.own import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
-__all__ = ["SGD"]
+__all__ = ["SGD", "SGDTrainer"]
 
 
-class _SGDTrainer(OwnTrainer):
+class SGDTrainer(OwnTrainer):
+    """Takes steps along exact gradients."""
+
     def __init__(self, card: Card, task: Task) -> None:
         super().__init__(card, task)
         self.sampler = ShuffleSampler(
@@ -72,4 +74,4 @@ class SGD(Method):
                 f"method 'sgd' protects nothing and cannot keep epsilon {task.recipe.epsilon:g}: leave --epsilon out, "
                 "or take a private --method such as dp-sgd"
             )
-        return _SGDTrainer(self.card, task)
+        return SGDTrainer(self.card, task)

@@ -1,0 +1,337 @@
+"""One client: trains the global model on its own data with privacy, and pays for every answer that it sends.
+
+What leaves a client is the noisy model of a round, its public weight in the average, the number of steps, and the
+ledger: all of them functions of the noisy releases and of numbers that were declared public. Losses, accuracies, the
+drawn lots and error messages stay at home.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dphero.accounting import AdaptiveGaussian, Ledger, NoNoise, PoissonGaussian, calibrate_noise_multiplier, price
+from dphero.data import Data
+from dphero.experiments.training import prepare
+from dphero.federated.client_files import ClientFiles, ClientState
+from dphero.federated.settings import Federation
+from dphero.methods import METHODS, Task, Trainer, make
+from dphero.methods.private import PrivateTrainer
+from dphero.methods.sgd import SGD, SGDTrainer
+from dphero.recipe import Recipe
+
+__all__ = ["Answer", "Client", "Declined", "Request", "require_federable", "spent"]
+
+logger = logging.getLogger(__name__)
+
+_ADD_UP = (PoissonGaussian, AdaptiveGaussian, NoNoise)
+"""Events of one round that are no concern of another's. (A shuffled epoch is: a second one of its number is free.)"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a server asks of a client.
+
+    Attributes:
+        round: The number of the round, from 1.
+        weights: The global model.
+        proximal_mu: Weight of FedProx's pull back to the global model; 0 for none.
+    """
+
+    round: int
+    weights: Mapping[str, Tensor]
+    proximal_mu: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """What the request is known by: the same request gets the same answer, any other one is a new release."""
+        found = hashlib.sha256(json.dumps([self.round, self.proximal_mu]).encode())
+        for name in sorted(self.weights):
+            value = self.weights[name].detach().cpu().contiguous()
+            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.numpy().tobytes())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What leaves a client.
+
+    Attributes:
+        weights: The model after the client's training, noise included.
+        weight: Of this update in an average: the declared number of records, or 1.
+        steps: How many noisy steps it is made of.
+        epsilon: A bound on what all that ever left this client costs, at the client's own δ.
+        ledger: All that ever left this client.
+    """
+
+    weights: dict[str, Tensor]
+    weight: float
+    steps: int
+    epsilon: float
+    ledger: Ledger = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A client takes no part in a round: its budget would be exceeded."""
+
+    reason: str
+
+
+def spent(ledger: Ledger, recipe: Recipe, *, coarse: bool = False) -> float:
+    """Return ε of a client's ledger; ``coarse`` is quicker, slightly larger, and still a bound."""
+    adaptive = any(event.adaptive for event in ledger.counts)
+    return _priced(ledger.to_json(), recipe.delta, "filter" if adaptive else recipe.accountant, coarse)
+
+
+@lru_cache(maxsize=4096)
+def _priced(ledger: str, delta: float, accountant: str, coarse: bool) -> float:
+    return price(Ledger.from_json(ledger), delta, accountant, coarse=coarse).epsilon
+
+
+def require_federable(recipe: Recipe) -> None:
+    """Refuse a recipe whose price over many rounds cannot be told in advance.
+
+    Raises:
+        ValueError: If so.
+    """
+    method = METHODS[recipe.method]
+    private = method is not SGD
+    if private and recipe.epsilon is None and recipe.noise_multiplier is None:
+        raise ValueError(f"method {recipe.method!r} is private: give --epsilon or --noise-multiplier")
+    if not private and recipe.epsilon is not None:
+        raise ValueError(
+            f"method 'sgd' protects nothing and cannot keep epsilon {recipe.epsilon:g}: leave --epsilon out, or take a "
+            "private --method such as dp-sgd"
+        )
+    if not method.card.sound and recipe.epsilon is not None:
+        raise ValueError(
+            f"method {recipe.method!r} cannot keep a budget of epsilon {recipe.epsilon:g}: no noise multiplier does "
+            "for sure. Give --noise-multiplier, or take a sound --method such as dp-hero"
+        )
+
+
+class Client:
+    """A client with its own data, budget and ledger.
+
+    The recipe's ε and δ are the client's own: whatever a server asks, it answers no request that would take all its
+    answers together beyond them. Noise and lots of every answer have a key of their own, so no noise is used twice.
+
+    Args:
+        name: By which it is known.
+        recipe: How it trains; ``epsilon`` is its budget for all rounds.
+        federation: The public settings.
+        data: Its private examples.
+        home: Where it keeps what it remembers.
+    """
+
+    def __init__(self, name: str, recipe: Recipe, federation: Federation, data: Data, home: Path) -> None:
+        require_federable(recipe)
+        self.name, self.recipe, self.federation, self.data = name, recipe, federation, data
+        self.files = ClientFiles(home)
+
+    def answer(self, request: Request) -> Answer | Declined:
+        """Answer a request, or decline it.
+
+        The same request, asked again, is answered from disk, without a charge. The answer and its price are on disk
+        before this returns.
+
+        Raises:
+            ValueError: If the request does not fit the model, or the recipe cannot be trained.
+        """
+        with self.files.locked():
+            state, digest = self.files.load(), request.digest
+            if state.answered == digest:
+                return self._again(state, digest)
+            task = self._task(request)
+            sigma = self._noise_multiplier(state, task)
+            if self._exceeds(_joined(state.ledger, _planned(task, sigma))):
+                return self._declined(state)
+            released, steps = self._trained(task, sigma, request)
+            ledger = _joined(state.ledger, released)
+            if self._exceeds(ledger):  # what was charged decides, not what was planned
+                return self._declined(state)
+            answer = Answer(
+                weights={name: value.detach().cpu().clone() for name, value in task.module.state_dict().items()},
+                weight=self._weight(task),
+                steps=steps,
+                epsilon=spent(ledger, self.recipe, coarse=True),
+                ledger=ledger,
+            )
+            self.files.commit(ClientState(ledger, sigma, digest), _packed(answer))
+            return answer
+
+    def _again(self, state: ClientState, digest: str) -> Answer:
+        logger.info("client %s sends its answer again", self.name)
+        stored = self.files.answer(digest)
+        return Answer(
+            weights=stored["weights"],
+            weight=stored["weight"],
+            steps=stored["steps"],
+            epsilon=spent(state.ledger, self.recipe, coarse=True),
+            ledger=state.ledger,
+        )
+
+    def _task(self, request: Request) -> Task:
+        records = self._records
+        recipe = self.recipe.with_(
+            epochs=self.federation.local_epochs,
+            lot=min(self.recipe.lot, records),
+            seed=self._seed(request.digest),
+        )
+        task, _ = prepare(recipe, self.data)
+        load(task.module, request.weights)
+        return task
+
+    @property
+    def _records(self) -> int:
+        """The public number of the client's records."""
+        size = self.recipe.dataset_size
+        if size is None and not self.data.public_size:
+            raise ValueError(
+                "the number of a client's records is private unless you say otherwise: give --dataset-size N, a public "
+                "figure for each client, or --dataset-size public, if the clients' numbers are no secret"
+            )
+        return len(self.data.train) if not isinstance(size, int) else size
+
+    def _weight(self, task: Task) -> float:
+        return float(task.records) if self.federation.weights == "records" else 1.0
+
+    def _seed(self, digest: str) -> int | None:
+        """A key of its own for every answer: the same noise on two different requests would cancel out."""
+        if self.recipe.seed is None:
+            return None
+        text = f"client {self.name} {digest} {self.recipe.seed}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+    def _noise_multiplier(self, state: ClientState, task: Task) -> float | None:
+        """σ: given, remembered, or what makes the budget last for the planned rounds."""
+        if self.recipe.noise_multiplier is not None or self.recipe.epsilon is None:
+            return self.recipe.noise_multiplier
+        if state.noise_multiplier is not None:
+            return state.noise_multiplier
+        return _calibrated(
+            self.recipe.epsilon,
+            self.recipe.delta,
+            task.sample_rate,
+            task.steps * self.federation.planned_participations,
+            self.recipe.accountant,
+            state.ledger.to_json(),
+        )
+
+    def _exceeds(self, ledger: Ledger) -> bool:
+        budget = self.recipe.epsilon
+        if budget is None or spent(ledger, self.recipe, coarse=True) <= budget:
+            return False
+        return spent(ledger, self.recipe) > budget
+
+    def _declined(self, state: ClientState) -> Declined:
+        assert self.recipe.epsilon is not None
+        logger.info("client %s declines", self.name)
+        cost = spent(state.ledger, self.recipe, coarse=True)
+        return Declined(
+            f"its answers so far cost epsilon {cost:.4g}, and this round would take it beyond its "
+            f"budget of {self.recipe.epsilon:g}"
+        )
+
+    def _trained(self, task: Task, sigma: float | None, request: Request) -> tuple[Ledger, int]:
+        """Train for a round; return what was released, in how many steps. The task's module then holds the result."""
+        task = replace(task, recipe=task.recipe.with_(epsilon=None, noise_multiplier=sigma))
+        trainer = make(task.recipe.method, task.recipe.options).start(task)
+        try:
+            _require_engine(trainer, task)
+            with _pulled(trainer, task.module, request):
+                for _ in trainer.prepare():
+                    pass
+                while not trainer.finished:
+                    trainer.advance()
+            released, steps = trainer.ledger, trainer.step
+            if other := [event for event in released.counts if not isinstance(event, _ADD_UP)]:
+                raise ValueError(f"{other[0]} does not simply add up over rounds: take --method dp-hero or dp-sgd")
+            return released, steps
+        finally:
+            trainer.close()
+
+
+def load(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load a model's weights, if they are exactly that.
+
+    Raises:
+        ValueError: If names or shapes differ.
+    """
+    mine = module.state_dict()
+    if wrong := sorted(
+        name
+        for name in {*mine, *weights}
+        if name not in mine or name not in weights or mine[name].shape != weights[name].shape
+    ):
+        raise ValueError(f"the server's model is another one: {', '.join(wrong[:5])} differ in name or shape")
+    module.load_state_dict(dict(weights))
+
+
+def _require_engine(trainer: Trainer, task: Task) -> None:
+    """Refuse a method whose rounds are not independent trainings of the model that the server averages."""
+    if not isinstance(trainer, PrivateTrainer | SGDTrainer) or trainer.module is not task.module:
+        raise ValueError(
+            f"method {task.recipe.method!r} cannot train clients: it has steps or networks of its own, which do not go "
+            "on from round to round. Take one that trains the model itself with the privacy engine, such as dp-hero or "
+            "dp-sgd"
+        )
+
+
+def _planned(task: Task, sigma: float | None) -> Ledger:
+    """What a round will cost, if nothing unforeseen happens."""
+    plan = Ledger()
+    if sigma is not None:
+        plan.record(PoissonGaussian(task.sample_rate, sigma), task.steps)
+    return plan
+
+
+def _joined(first: Ledger, second: Ledger) -> Ledger:
+    found = first.copy()
+    for event, count in second:
+        found.record(event, count)
+    return found
+
+
+def _packed(answer: Answer) -> dict[str, Any]:
+    return {"weights": answer.weights, "weight": answer.weight, "steps": answer.steps}
+
+
+@lru_cache(maxsize=1024)
+def _calibrated(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str, earlier: str) -> float:
+    besides = Ledger.from_json(earlier)
+    return calibrate_noise_multiplier(epsilon, delta, sample_rate, steps, accountant, besides=besides)
+
+
+@contextmanager
+def _pulled(trainer: Trainer, module: nn.Module, request: Request) -> Iterator[None]:
+    """Add FedProx's μ (w − w_global) to every gradient: both are released, so this is post-processing."""
+    if request.proximal_mu == 0:
+        yield
+        return
+    start = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    @torch.no_grad()
+    def pull(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(parameter - start[name], alpha=request.proximal_mu)
+
+    optimizer: Any = trainer.optimizer  # type: ignore[attr-defined]
+    hook: Callable[[], None] = optimizer.register_step_pre_hook(pull).remove
+    try:
+        yield
+    finally:
+        hook()

@@ -1,0 +1,70 @@
+"""The client as a Flower app: messages in, messages out, and nothing else leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from dphero.federated.client import Client, Declined, Request, spent
+
+__all__ = ["make_client_app"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_client_app(client_of: Callable[[Context], Client], name_of: Callable[[Context], str]) -> ClientApp:
+    """Return a Flower app of clients.
+
+    Args:
+        client_of: Returns the client of a node.
+        name_of: Returns its name; cheap, as every node is asked for it.
+    """
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return _reply(message, {"name": name_of(context)})
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        name, client = name_of(context), None
+        try:
+            client = client_of(context)
+            return _answer(message, client)
+        except Exception as error:  # Flower would send the message of the error, which may tell of the data
+            logger.exception("client %s failed", name)
+            if client is not None:
+                client.files.note_failure(error)
+            return _reply(message, {"name": name, "failed": "the client failed; its own errors.log says why"})
+
+    return app
+
+
+def _answer(message: Message, client: Client) -> Message:
+    config = message.content["config"]
+    weights = {name: torch.from_numpy(value.numpy().copy()) for name, value in message.content["arrays"].items()}
+    request = Request(int(config["server-round"]), weights, float(config.get("proximal-mu", 0.0)))
+    answer = client.answer(request)
+    if isinstance(answer, Declined):
+        ledger = client.files.load().ledger
+        about = {
+            "epsilon": spent(ledger, client.recipe, coarse=True),
+            "ledger": ledger.to_json(),
+            "declined": answer.reason,
+        }
+        return _reply(message, {"name": client.name, **about})
+    about = {"name": client.name, "epsilon": answer.epsilon, "ledger": answer.ledger.to_json()}
+    records = {
+        "arrays": ArrayRecord(answer.weights),
+        "metrics": MetricRecord({"weight": answer.weight, "steps": answer.steps}),
+    }
+    return _reply(message, about, records)
+
+
+def _reply(message: Message, about: dict[str, Any], records: dict[str, Any] | None = None) -> Message:
+    return Message(content=RecordDict({**(records or {}), "client": ConfigRecord(about)}), reply_to=message)
