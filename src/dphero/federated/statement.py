@@ -1,0 +1,51 @@
+"""What a federated run promises: to the examples of each client, against everybody else, the server included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dphero.accounting import Ledger, Statement, statement
+from dphero.federated.settings import Federation
+from dphero.methods import METHODS
+from dphero.recipe import Recipe
+
+__all__ = ["record_level"]
+
+
+def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, Ledger], worst: str | None) -> Statement:
+    """State what the examples of every client are promised: the price of the client that spent most.
+
+    Args:
+        recipe: How the clients train.
+        federation: The settings.
+        ledgers: What left each client.
+        worst: The client whose ledger costs most; ``None`` if nothing left any client.
+    """
+    card = METHODS[recipe.method].card
+    ledger = ledgers[worst] if worst is not None else Ledger()
+    adaptive = any(event.adaptive for event in ledger.counts)
+    counted = "records, declared public" if federation.weights == "records" else "nothing: all weigh the same"
+    notes = [
+        f"Worst client: {worst}. The price is that of its answers in all rounds; no other client's is higher."
+        if worst is not None
+        else "No client answered: nothing was released.",
+        f"{len(ledgers)} of {federation.clients} clients answered at least once.",
+        "Who adds the noise: each client, to its own gradients, before anything leaves it.",
+        "Against whom: everybody but the client itself, the server and all other clients together included. The server "
+        "knows who took part in which round, so that sampling clients earns nothing here.",
+        "Who must be trusted: the client's own machine and the code that runs there; the server and the network need "
+        "not be, for this promise.",
+        f"Updates are weighted by {counted}. Losses and accuracies of clients are not sent.",
+        "An example that several clients hold is protected by the sum of their prices.",
+    ]
+    if not card.sound:
+        notes += list(card.flaws)
+    if recipe.seed is not None:
+        notes.append("The random seed was chosen by the user; the guarantee holds only while it stays secret.")
+    return statement(
+        ledger,
+        recipe.delta,
+        unit=f"{card.protects} of one client" if card.protects != "nothing" else "nothing",
+        accountant="filter" if adaptive else recipe.accountant,
+        notes=notes,
+    )
