@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _attack import Attack, Figures
+from _attack import Attack, Figures, refused
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.audit.statistics import separate
+from dphero.sampling.collate import Watch
 from dphero.sampling.randomness import SecretGenerators
 
 DELTA = 1e-5
@@ -105,7 +108,99 @@ def attack_dropout_without_guard() -> Figures:
         return attack_dropout()
 
 
+# -- collate functions ------------------------------------------------------------------------------------------------
+
+SHORT, LONG, SEQUENCES = 12, 120, 200
+
+
+def pad_to_longest(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+
+def standardise(items: list[Any]) -> tuple[Tensor, Tensor]:
+    x = torch.stack([x[:SHORT] for x, _ in items])
+    return (x - x.mean((0, 1))) / x.std((0, 1)), torch.tensor([y for _, y in items])
+
+
+class LastState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(4, 16, batch_first=True), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+class MeanPooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Linear(4, 16), nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).tanh().mean(1))
+
+
+def collate_release(
+    model: type[nn.Module], collate: Callable[[list[Any]], Any], inside: bool, sigma: float, **options: Any
+) -> Tensor:
+    """Release the sum over sequences, among them one that is ten times as long, and large, or not."""
+    generator = torch.Generator().manual_seed(1)
+    items = [(torch.randn(SHORT, 4, generator=generator), i % 2) for i in range(SEQUENCES)]
+    items += [(100 * torch.ones(LONG, 4), 1)] * inside
+    torch.manual_seed(0)
+    loader = DataLoader(items, batch_size=SEQUENCES, collate_fn=collate)  # type: ignore[arg-type]
+    return released_sum(model(), loader, sigma, **options)
+
+
+@contextmanager
+def unwatched_collate() -> Iterator[None]:
+    """Let collate functions do what they like."""
+    with patch.object(Watch, "look", lambda *arguments: None):
+        yield
+
+
+def attack_collate(model: type[nn.Module], collate: Callable[[list[Any]], Any]) -> Figures:
+    with unwatched_collate():
+        return tell_apart(partial(collate_release, model, collate), 1.0, pilots=1, trials=60)
+
+
+def refused_collate(model: type[nn.Module], collate: Callable[[list[Any]], Any], **options: Any) -> Figures:
+    return refused(lambda: collate_release(model, collate, True, 1.0, **options))
+
+
+def padded_last_state() -> Figures:
+    """Without a public length refused; with one, one record moves the sum by C at most."""
+    with_it = collate_release(LastState, pad_to_longest, True, 1e-6, pad_to=LONG)
+    without = collate_release(LastState, padded_by_hand, False, 1e-6)
+    moved = float((with_it - without).norm())
+    return {**refused_collate(LastState, pad_to_longest), "with pad_to, sum moves by (C)": moved}
+
+
+def padded_by_hand(items: list[Any]) -> tuple[Tensor, Tensor]:
+    x, y = pad_to_longest(items)
+    return F.pad(x, (0, 0, 0, LONG - x.shape[1])), y
+
+
 ATTACKS = [
+    Attack(
+        "padding to the longest, last state",
+        "a collate function pads 200 sequences of length 12 to the longest of the batch; one of length 120 is added; "
+        "LSTM, last state",
+        lambda: attack_collate(LastState, pad_to_longest),
+        padded_last_state,
+    ),
+    Attack(
+        "padding to the longest, mean",
+        "the same, mean over positions",
+        lambda: attack_collate(MeanPooling, pad_to_longest),
+        lambda: refused_collate(MeanPooling, pad_to_longest),
+    ),
+    Attack(
+        "standardising in the collate function",
+        "a collate function subtracts the mean of the batch and divides by its standard deviation; one large record",
+        lambda: attack_collate(MeanPooling, standardise),
+        lambda: refused_collate(MeanPooling, standardise),
+    ),
     Attack(
         "dropout under a known seed",
         "torch.manual_seed(0) at the top of a script that trains a network with dropout (512 records, one release)",

@@ -119,6 +119,7 @@ class PrivacyEngine:
         seed: int | None = None,
         unsound: bool = False,
         cuda_graphs: bool = False,
+        pad_to: int | Sequence[int] | None = None,
     ) -> tuple[nn.Module, Optimizers, PrivateLoader]:
         """Attach private training to a module, its optimizer and its data.
 
@@ -149,6 +150,9 @@ class PrivacyEngine:
             cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
                 up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
                 recording is made, so ``forward`` must do the same for every batch of one shape.
+            pad_to: A public length to which all examples are padded, where the loader's ``collate_fn`` pads each batch
+                to its longest example; or several, and each example is padded to the smallest that is long enough.
+                Needed unless the model ignores padding, which is tried out.
 
         Returns:
             The module, the optimizer (both the very objects that were given) and the private loader.
@@ -167,6 +171,9 @@ class PrivacyEngine:
         one_of("cuda_graphs", cuda_graphs, (False, True))
         if physical_batch_size is not None:
             whole("physical_batch_size", physical_batch_size)
+        lengths = () if pad_to is None else (pad_to,) if isinstance(pad_to, int) else tuple(pad_to)
+        for length in lengths:
+            whole("pad_to", length)
         if mechanism == "published":
             _require_consent(unsound, sampling)
             if clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
@@ -237,6 +244,7 @@ class PrivacyEngine:
             before_batch=self._run.before_batch,
             expected_batch_size=lot,
             physical_batch_size=physical_batch_size,
+            pad_to=lengths,
         )
         return module, optimizer, loader
 

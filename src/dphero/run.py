@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from dphero.checks.optimizers import with_closure_evaluated
+from dphero.checks.padding import PaddingCheck
 from dphero.gradients.batch import GradientBatch
 from dphero.graphs import Graphs
 from dphero.loss_check import LossCheck
@@ -59,13 +60,15 @@ class Run:
         self.mechanism, self.lots, self.sampler, self._loss_reduction = mechanism, lots, sampler, loss_reduction
         self.lot_sum = LotSum(mechanism.clipping)
         self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
+        self._padding_check = PaddingCheck()
         self.taps = Taps(
             module,
             parameters,
             geometry=lambda: mechanism.norm_geometry,
             rows=self._rows,
             consume=self._consume,
-            returned=self._loss_check.watch,
+            returned=lambda out: self._loss_check.watch(self._padding_check.watch(out)),
+            called=self._look_at_padding,
             examine=probe,
             replay=partial(Graphs, rows=usual_rows) if cuda_graphs else None,
         )
@@ -106,6 +109,11 @@ class Run:
             )
         self.lots.generators.hold()
         return batch.rows
+
+    def _look_at_padding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = self.lots.pending
+        if batch is not None and batch.padding is not None and batch.real:
+            self._padding_check.look(self.taps, args, kwargs, batch.rows, batch.padding)
 
     def _rows_in_work(self) -> int | None:
         batch = self.lots.pending

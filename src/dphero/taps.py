@@ -60,6 +60,7 @@ class Taps:
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
         returned: Sees what the model returns, and may put something else in its place.
+        called: Sees the arguments that it was called with, before that.
         examine: Called for the first batch, and whenever the model does what it had not done before.
         replay: Makes what runs recorded passes, if any are to be recorded.
 
@@ -81,11 +82,12 @@ class Taps:
         consume: Callable[[GradientBatch], None],
         examine: Examine,
         returned: Callable[[Any], Any] = lambda out: out,
+        called: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
         replay: Callable[[Taps], Replay] | None = None,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
-        self._examine = examine
+        self._examine, self._called = examine, called
         self.plan: Plan | None = None
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
@@ -151,6 +153,7 @@ class Taps:
             assert self.plan is not None
             if not written <= self.plan.written:  # not so when the model was examined
                 self.plan = self.plan.joined(self._examine(self, args, kwargs, self._rows()))
+        self._called(args, kwargs)
         return self._returned(out)
 
     def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:

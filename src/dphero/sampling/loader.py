@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from dphero.sampling.collate import Part, PrivateCollate, Watch, looked_at, stacked
 from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
@@ -33,6 +35,7 @@ class PrivateLoader:
         before_batch: Called before each physical batch is handed out.
         expected_batch_size: The public expected lot size.
         physical_batch_size: The most rows handed out at a time; ``None`` for whole lots.
+        pad_to: Public lengths to which examples are padded.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class PrivateLoader:
         before_batch: Callable[[], None] = lambda: None,
         expected_batch_size: float,
         physical_batch_size: int | None,
+        pad_to: Sequence[int] = (),
     ) -> None:
         self.source, self.sampler, self.lots = source, sampler, lots
         self.dataset = source.dataset if isinstance(source, DataLoader) else source
@@ -52,6 +56,16 @@ class PrivateLoader:
         self.physical_batch_size = physical_batch_size
         self._before_lot, self._before_batch = before_lot, before_batch
         self._collate = source.collate_fn if isinstance(source, DataLoader) else default_collate
+        # torch's own stacks examples, and refuses those of different shapes
+        plain = self._collate is default_collate
+        if plain and pad_to:
+            raise ValueError(
+                f"pad_to={pad_to} needs a loader whose collate_fn pads examples; torch's own stacks those of one shape"
+            )
+        self._private: Callable[[Any], list[Part]] = (
+            stacked if plain else PrivateCollate(self._collate, self.dataset, pad_to)
+        )
+        self._watch = Watch()
         self._iterations = 0
         self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
 
@@ -71,12 +85,15 @@ class PrivateLoader:
         try:
             for lot in range(start, stop):
                 self._before_lot()
-                for part in count():
-                    self.lots.generators.begin(secret(self.sampler.key, lot, part))
-                    batch = next(batches)
-                    physical = queue.popleft()
-                    if not physical.real:
-                        batch = tree_map(_blank, batch)
+                parts: deque[tuple[PhysicalBatch, Any]] = deque()
+                members = self._draw(lot)
+                for number in count():
+                    self.lots.generators.begin(secret(self.sampler.key, lot, number))
+                    if not parts:
+                        fetched, physical = next(batches), queue.popleft()
+                        parts.extend(self._parts(physical, members[: physical.real].tolist(), fetched))
+                        members = members[physical.real :]
+                    physical, batch = parts.popleft()
                     self._before_batch()
                     self.lots.deliver(physical)
                     yield batch
@@ -89,6 +106,31 @@ class PrivateLoader:
         finally:
             if iteration == self._iterations:  # else it is a newer iteration that has a batch in hand
                 self.lots.generators.end()
+
+    def _parts(
+        self, physical: PhysicalBatch, members: list[int], fetched: list[Part]
+    ) -> Iterator[tuple[PhysicalBatch, Any]]:
+        """Yield what was fetched for a physical batch: one batch, or one for each public length."""
+        for number, part in enumerate(fetched):
+            rows, padding = part.rows or physical.rows, part.padding
+            if part.rows is None:
+                some = {place: members[place] for place in looked_at(len(members))}
+                padding = self._watch.look(self._make_at_once, some, len(members), part.batch)
+            yield (
+                replace(
+                    physical,
+                    rows=rows,
+                    real=min(physical.real, rows),
+                    first=physical.first and number == 0,
+                    last=physical.last and number == len(fetched) - 1,
+                    padding=padding,
+                ),
+                part.batch if physical.real else tree_map(_blank, part.batch),
+            )
+
+    def _make_at_once(self, members: list[int]) -> Any:
+        """Make a batch as a data set does that makes whole batches."""
+        return self._collate(self.dataset.__getitems__(members))  # type: ignore[attr-defined]
 
     def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
         """Yield the examples of each physical batch; for an empty lot the first one, which is then blanked out."""
@@ -108,7 +150,7 @@ class PrivateLoader:
             self._drawn[name] = self.sampler.draw(lot)
         return self._drawn[name]
 
-    def _fetch(self, chunks: Iterator[np.ndarray]) -> Iterator[Any]:
+    def _fetch(self, chunks: Iterator[np.ndarray]) -> Iterator[list[Part]]:
         source, dataset = self.source, self.dataset
         workers = source.num_workers if isinstance(source, DataLoader) else 0
         # of this very type: a subclass may make its examples in a way of its own
@@ -116,7 +158,7 @@ class PrivateLoader:
             tensors = dataset.tensors
             for chunk in chunks:
                 index = to_device(torch.from_numpy(chunk), tensors[0].device)
-                yield [tensor[index] for tensor in tensors]
+                yield [Part([tensor[index] for tensor in tensors], len(chunk), None)]
             return
         options: dict[str, Any] = {}
         if isinstance(source, DataLoader):
@@ -132,7 +174,7 @@ class PrivateLoader:
         seed = int.from_bytes(secret(self.sampler.key, self.lots.next)[:7])
         generator = torch.Generator().manual_seed(seed)
         numbers: Any = (chunk.tolist() for chunk in chunks)
-        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=self._collate, generator=generator, **options)
+        yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=self._private, generator=generator, **options)
 
 
 def _blank(value: Any) -> Any:

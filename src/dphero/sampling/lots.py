@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from dphero.sampling.padding import Padding
 from dphero.sampling.randomness import SecretGenerators
 
 __all__ = ["Lots", "PhysicalBatch"]
@@ -12,13 +13,17 @@ __all__ = ["Lots", "PhysicalBatch"]
 
 @dataclass(frozen=True)
 class PhysicalBatch:
-    """What the user holds: ``rows`` rows, of which the first ``real`` are examples, the rest padding."""
+    """What the user holds: ``rows`` rows, of which the first ``real`` are examples, the rest padding.
+
+    ``padding`` tells how rows were filled up to the longest of them, where that is still to be looked into.
+    """
 
     lot: int
     rows: int
     real: int
     first: bool
     last: bool
+    padding: Padding | None = None
 
 
 class Lots:

@@ -1,0 +1,196 @@
+"""Whether a model ignores padding: only then may a batch be padded to the longest of its examples.
+
+That length follows from one example, and all others see it. So examples that were filled up are run once more without
+their filling, and the gradients of both must be the same: those of a model that masks its padding are, those of a mean
+over all positions or of the last state of a recurrent layer are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dphero.arguments import Arguments
+from dphero.geometry import identity
+from dphero.gradients.batch import GradientBatch
+from dphero.plan import Unforeseen
+from dphero.sampling.padding import Padding
+from dphero.shared import Shared, plain
+from dphero.tape import Tape
+from dphero.untouched import Untouched
+
+if TYPE_CHECKING:
+    from dphero.taps import Taps
+
+__all__ = ["PaddingCheck"]
+
+_COPIES = 5
+"""Of an example that is run with and without its filling."""
+_FIRST = 3
+"""So many batches are looked at, then the 4th, the 8th, the 16th, …"""
+_TOLERANCE = 1e-3
+_SHORT_TOLERANCE = 0.05
+"""In bfloat16, float16 and TF32."""
+_SMALL = 1e-2
+"""Of the largest norm: rounding shows in what is smaller."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class PaddingCheck:
+    """Looks at the calls of a model on batches that were padded to the longest of their examples."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._following: set[int] = set()  # outputs, by number, whose shape follows that length
+
+    def look(self, taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, padding: Padding) -> None:
+        """Run an example with and without its filling.
+
+        Raises:
+            ValueError: If its gradient is not the same, or this cannot be found out.
+        """
+        self._looks += 1
+        if self._looks > _FIRST and self._looks & (self._looks - 1):
+            return
+        leaves, structure = tree_flatten((args, kwargs))
+        assert taps.plan is not None
+        batch = Arguments(args, kwargs, rows)
+        batch.axes = taps.plan.axes(structure, leaves, rows) or batch.axes
+        row = min(padding.lengths, key=lambda row: sum(padding.lengths[row].values()))
+        lengths = {size: own for size, own in padding.lengths[row].items() if own < size}
+        if not lengths:  # two tensors of one size, of which this row fills one
+            return
+        whole = batch.take([row] * _COPIES)
+        untouched = Untouched(taps.module)
+        problem: Exception | None = None
+        for own in (lengths, {size: size - 1 for size in lengths}):  # some models need a least length
+            short = _cut(whole, own, batch.axes, left=padding.left)
+            if short is None:
+                sizes = ", ".join(map(str, lengths))
+                raise ValueError(f"{_REFUSAL} (No argument of the model has an axis of that length, {sizes}.)")
+            for training in (False, True):  # in evaluation mode nothing is dropped, but some models make other calls
+                try:
+                    pair = [_Gradients(taps, untouched, call, training=training) for call in (short, whole)]
+                    self._compare(pair[0], pair[1], left=padding.left)
+                    return
+                except _PaddingError:
+                    raise
+                except Exception as error:
+                    problem = problem or error
+                    if not isinstance(error, Unforeseen):
+                        break
+        raise ValueError(f"{_REFUSAL} (Without its padding, it fails: {problem})") from problem
+
+    def _compare(self, short: _Gradients, whole: _Gradients, *, left: bool) -> None:
+        shapes = [out.shape for out in short.outs]
+        norms = [each.norms(shapes, left=left) for each in (short, whole)]
+        self._following |= {place for place, out in enumerate(whole.outs) if out.shape != shapes[place]}
+        largest = max((float(norm.max()) for each in norms for norm in each.values()), default=0.0)
+        for name in norms[0].keys() | norms[1].keys():
+            first, second = (float(each[name][0]) if name in each else 0.0 for each in norms)
+            gap, scale = abs(first - second), max(first, second, _SMALL * largest)
+            if math.isfinite(gap) and gap > whole.tolerance * scale:
+                raise _PaddingError(f"{_REFUSAL} (Its gradient for {name!r} changes by {gap / scale:.2g} of its size.)")
+
+    def watch(self, out: Any) -> Any:
+        """See what the model returns: no loss may depend on outputs as long as the longest example."""
+        if self._following:
+            floats = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            for place in self._following:
+                if place < len(floats) and floats[place].requires_grad:
+                    floats[place].register_hook(_require_unused)
+        return out
+
+
+class _PaddingError(ValueError):
+    pass
+
+
+class _Gradients:
+    """A forward pass of the tapped model on copies of one example, and the gradients of what it returned."""
+
+    def __init__(self, taps: Taps, untouched: Untouched, call: Call, *, training: bool) -> None:
+        self._taps, self._untouched, self._call, self._training = taps, untouched, call, training
+        self.outs = [out.detach() for out in self._run({}, left=False)[1]]
+        dtypes = {value.dtype for value in (*self.outs, *taps.module.parameters())}
+        autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        tf32 = torch.backends.cuda.matmul.allow_tf32 and any(out.is_cuda for out in self.outs)
+        short = autocast or tf32 or dtypes & {torch.float16, torch.bfloat16}
+        self.tolerance = _SHORT_TOLERANCE if short else _TOLERANCE
+
+    def norms(self, shapes: Sequence[torch.Size], *, left: bool) -> dict[str, Tensor]:
+        """Return each copy's gradient norm, by parameter, of a number made up of what outputs of these shapes share."""
+        found, _ = self._run(dict(enumerate(shapes)), left=left)
+        return {name: norms.sqrt() for batch in found for name, norms in batch.square_norms.items()}
+
+    def _run(self, shapes: Mapping[int, torch.Size], *, left: bool) -> tuple[list[GradientBatch], list[Tensor]]:
+        taps, found = self._taps, list[GradientBatch]()
+        assert taps.plan is not None
+        parameters = {name: site.parameters[local] for site in taps.sites for local, name in site.names.items()}
+        with self._untouched.run():
+            if not self._training:
+                taps.module.eval()
+            tape = Tape(_COPIES, {name: identity(tuple(p.shape)) for name, p in parameters.items()}, found.append)
+            returned = tree_flatten(taps.run(taps.plan, tape, *self._call))[0]
+            outs = [out for out in returned if isinstance(out, Tensor) and out.is_floating_point()]
+            parts = [
+                _number(_common(out, shapes[place], left=left))
+                for place, out in enumerate(outs)
+                if place in shapes and out.requires_grad and not isinstance(out, Shared)
+            ]
+            before, taps.tape = taps.tape, tape
+            try:
+                if parts:
+                    torch.stack(parts).sum().backward()
+            finally:
+                taps.tape = before
+        return found, [plain(out) for out in outs]
+
+
+def _cut(call: Call, lengths: Mapping[int, int], axes: Sequence[int | None], *, left: bool) -> Call | None:
+    """Return arguments without filling: axes of these sizes get the example's own; ``None`` if there are none."""
+    leaves, structure = tree_flatten(call)
+    shorter = list(leaves)
+    for place, (leaf, rows) in enumerate(zip(leaves, axes, strict=True)):
+        for axis, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ()):
+            own = lengths.get(size, size)
+            if axis != rows and own < size:
+                shorter[place] = shorter[place].narrow(axis, size - own if left else 0, own)
+    return None if all(map(is_, leaves, shorter)) else tree_unflatten(shorter, structure)
+
+
+def _common(out: Tensor, shape: torch.Size, *, left: bool) -> Tensor:
+    """Return the part of an output that it would also have with less filling."""
+    for axis, size in enumerate(shape):
+        if out.shape[axis] != size:
+            out = out.narrow(axis, out.shape[axis] - size if left else 0, size)
+    return out
+
+
+def _number(out: Tensor) -> Tensor:
+    """Return a number that depends on every entry of an output, on each in its own way."""
+    bent = out.double() * (1 + out.double() / 2)
+    return (bent * torch.arange(1.0, out.numel() + 1, device=out.device).cos().reshape(out.shape)).sum()
+
+
+def _require_unused(gradient: Tensor) -> None:
+    if bool(gradient.any()):
+        raise ValueError(
+            f"the loss uses an output of the model (shape {tuple(gradient.shape)}) that is as long as the longest "
+            "example of the batch, and so it may depend on that length. Pass pad_to= a public length to make_private, "
+            "or pad to one in the collate function."
+        )
+
+
+_REFUSAL = (
+    "the collate function pads each batch to its longest example, and the model does not ignore the padding: one long "
+    "record would change the gradients of all others. Pass pad_to= a public length (or several) to make_private, pad "
+    "to one in the collate function, or give the model a mask."
+)

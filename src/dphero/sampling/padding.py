@@ -1,0 +1,127 @@
+"""Padding: how a collate function fills shorter examples up, and filling them up further, to a public length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dphero.sampling.batch_rows import BatchRows, Path
+
+__all__ = ["Padding", "Way", "pad_further", "padded_way"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one axis of a tensor is filled up.
+
+    Attributes:
+        path: Where the tensor is in the batch.
+        axis: The axis, counted without that of the examples.
+        side: Where the filling is.
+        value: What it is filled with.
+    """
+
+    path: Path
+    axis: int
+    side: Literal["right", "left"]
+    value: float
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How a batch is padded to the longest of its examples.
+
+    Attributes:
+        ways: The axes that are, and how.
+        lengths: For some rows, the length that an axis of this size would have without padding.
+    """
+
+    ways: tuple[Way, ...]
+    lengths: dict[int, dict[int, int]]
+
+    @property
+    def left(self) -> bool:
+        """Whether the padding comes first."""
+        return any(way.side == "left" for way in self.ways)
+
+
+def padded_way(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[Way] | None:
+    """Return how an example was filled up to what it is in a batch, axis by axis.
+
+    Args:
+        path: Where the tensor is in the batch.
+        own: The example by itself,
+        whole: and in the batch.
+        exact: Whether its own entries must be the same in both.
+
+    Returns:
+        One way for each axis that is longer; ``None`` if it was not filled up with one value.
+    """
+    if own.dim() != whole.dim() or own.dtype != whole.dtype:
+        return None
+    missing = [there - here for here, there in zip(own.shape, whole.shape, strict=True)]
+    longer = [axis for axis, number in enumerate(missing) if number]
+    if any(number < 0 for number in missing):
+        return None
+    sides: tuple[Literal["right", "left"], ...] = ("right", "left")
+    for side in sides:
+        starts = [0 if side == "right" else number for number in missing]
+        inside = tuple(slice(start, start + size) for start, size in zip(starts, own.shape, strict=True))
+        if exact and not _equal(whole[inside], own):
+            continue
+        outside = torch.ones_like(whole, dtype=torch.bool)
+        outside[inside] = False
+        filling = whole[outside]
+        if not longer or bool((filling == filling[0]).all()):
+            return [Way(path, axis, side, filling[0].item()) for axis in longer]
+    return None
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
+def pad_further(batch: Any, rows: BatchRows, ways: Sequence[Way], length: int) -> Any:
+    """Return a batch whose padded axes all have a public length.
+
+    Raises:
+        ValueError: If an example is longer.
+    """
+    for leaf in rows.leaves(batch):
+        value = leaf.value
+        for way in ways:
+            if way.path == leaf.path and leaf.axis is not None:
+                value = _pad(value, way, way.axis + (leaf.axis <= way.axis), length)
+        if value is not leaf.value:
+            batch = _with(batch, leaf.path, value)
+    return batch
+
+
+def _pad(value: Tensor, way: Way, axis: int, length: int) -> Tensor:
+    missing = length - value.shape[axis]
+    if missing < 0:
+        raise ValueError(
+            f"an example has length {value.shape[axis]}, and pad_to={length}. Give a public length that no example "
+            "exceeds, or cut the examples in your data set, each by itself."
+        )
+    shape = list(value.shape)
+    shape[axis] = missing
+    filling = torch.full(shape, way.value, dtype=value.dtype, device=value.device)
+    return torch.cat([value, filling] if way.side == "right" else [filling, value], axis)
+
+
+def _with(batch: Any, path: Path, value: Tensor) -> Any:
+    """Return a batch with another tensor at the end of a path; containers that can be written are."""
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    inner = _with(batch[step], rest, value)
+    if isinstance(batch, tuple):
+        parts = [*batch[:step], inner, *batch[step + 1 :]]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    batch[step] = inner
+    return batch
