@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["function_named", "names_code"]
+__all__ = ["call_named", "function_named", "names_code"]
 
 
 def names_code(spec: object) -> bool:
@@ -17,6 +18,33 @@ def names_code(spec: object) -> bool:
         return False
     path, colon, name = spec.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*path.split("."), name))
+
+
+def call_named(spec: str, kind: str, *arguments: Any) -> Any:
+    """Call the function that ``package.module:function`` names, and return what it returns.
+
+    Raises:
+        ValueError: If there is no such function, it does not take these arguments, or it ends the process. What else
+            the function raises comes through as it is.
+    """
+    function = function_named(spec, kind)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        given = f"{len(arguments)} arguments" if arguments else "no arguments"
+        raise ValueError(
+            f"{kind} {spec!r}: the function is called with {given}, and does not take them: {error}"
+        ) from None
+    except ValueError:
+        pass  # some functions written in C do not tell
+    try:
+        return function(*arguments)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # not inside the function
+            raise ValueError(f"{kind} {spec!r} cannot be called so: {error}") from error
+        raise
+    except SystemExit as error:
+        raise ValueError(f"{kind} {spec!r}: the function ended the process instead of returning something") from error
 
 
 def function_named(spec: str, kind: str) -> Callable[..., Any]:

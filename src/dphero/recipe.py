@@ -21,6 +21,7 @@ from dphero.importing import names_code
 __all__ = ["Recipe", "code_named", "load", "merge", "parse", "require_trust"]
 
 Optimizer = Literal["sgd", "adam"]
+_LEAST, _MOST = 1e-12, 1e12  # beyond, float32 has no digits left for what is computed with them
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Recipe:
                 "from the other, leave one out"
             )
         for name in ("epochs", "lr", "clip"):
-            positive(name, getattr(self, name))
+            if not _LEAST <= positive(name, getattr(self, name)) <= _MOST:
+                raise ValueError(f"{name} must lie between {_LEAST:g} and {_MOST:g}, got {getattr(self, name):g}")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie between 0 and 1, got {self.delta:g}")
         if not 0 <= self.momentum < 1:
@@ -197,7 +199,8 @@ def merge(*layers: Mapping[str, Any]) -> Recipe:
             values.pop("noise_multiplier", None)
         if "noise_multiplier" in layer and "epsilon" not in layer:
             values.pop("epsilon", None)
-        options = {**values.get("options", {}), **layer.get("options", {})}
+        given = _typed("options", layer.get("options", {}))
+        options = {**values.get("options", {}), **given}
         values |= layer
         values["options"] = options
     for name in ("data", "model"):

@@ -53,6 +53,10 @@ class OneLineErrors(TyperGroup):
             _fail("interrupted", status=130)
         except (ValueError, OSError) as error:
             _fail(str(error))
+        except MemoryError as error:
+            _fail(f"there is not enough memory: {error}")
+        except RecursionError:
+            _fail("something is nested too deeply: brackets in a file, or folders in a path")
         except ArithmeticError as error:
             _fail(f"a number is too large or too small to compute with: {error}")
         except ImportError as error:

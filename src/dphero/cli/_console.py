@@ -12,6 +12,8 @@ from rich.text import Text
 
 __all__ = ["console", "say", "table", "visible"]
 
+_NARROWEST, _USUAL = 10, 80
+
 # control characters (ESC among them), and those that change the direction in which text is read
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -36,7 +38,10 @@ class _Console(Console):
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints text as it is: ``[a]`` or ``:cat:`` in a file's name is no markup."""
-    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    found = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if found.width < _NARROWEST:  # COLUMNS=0, or a terminal that does not know: nothing would be seen at all
+        found.width = _USUAL
+    return found
 
 
 def table(*headings: str) -> Table:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
+
+from dphero.cli._console import console
 
 if TYPE_CHECKING:
     from dphero.accounting import Price
@@ -70,7 +72,7 @@ def show(
         table.add_row("warning", price.warning, style="yellow")
     sign = "≤" if price.is_bound else "≈"
     title = f"ε {sign} {_round(price.epsilon, math.ceil, 5):.5g} at δ = {price.delta:g}"
-    Console(highlight=False).print(Panel(table, title=f"[bold]{title}[/bold]", expand=False, title_align="left"))
+    console().print(Panel(table, title=Text(title, style="bold"), expand=False, title_align="left"))
 
 
 def _round(value: float, towards: Callable[[float], int], digits: int = 6) -> float:

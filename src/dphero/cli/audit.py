@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dphero.cli._console import console
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
+from dphero.cli._paths import folder
 from dphero.cli._price import JsonOption
 from dphero.cli._trust import TrustOption
 
@@ -48,12 +49,18 @@ def audit(
     epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed, for --method.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out whole trainings: about a minute.")] = False,
     releases: Annotated[
-        int, typer.Option(min=40, help="Releases with the canary, and as many without; more give tighter bounds.")
+        int,
+        typer.Option(
+            min=40, max=10**7, help="Releases with the canary, and as many without; more give tighter bounds."
+        ),
     ] = 1000,
     delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
     confidence: Annotated[float, typer.Option(help="The probability with which each bound holds.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Decides canaries, noise and lots of the audit.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write audit.json and pictures here; RUN/audit for a run.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=folder, metavar="FOLDER", help="Write audit.json and pictures here; RUN/audit for a run."),
+    ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:

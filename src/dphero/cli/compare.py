@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from dphero.cli._console import console, say, table
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
+from dphero.cli._paths import folder
 from dphero.cli._price import JsonOption
 from dphero.cli._trust import TrustOption
 
@@ -52,9 +53,14 @@ def compare(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to keep it all; a new folder under comparisons/ unless given.")
+        Path | None,
+        typer.Option(
+            parser=folder, metavar="FOLDER", help="Where to keep it all; a new folder under comparisons/ unless given."
+        ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a comparison that was stopped.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(parser=folder, metavar="FOLDER", help="Go on with a comparison that was stopped.")
+    ] = None,
     trust: TrustOption = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
     ray: Annotated[
@@ -73,6 +79,9 @@ def compare(
         "device": device,
     }
     given = {name: value for name, value in settings.items() if value is not None}
+    for name, text in (("--epsilons", epsilons), ("--seeds", seeds)):
+        if text is not None and not _words(text):
+            raise ValueError(f"{name} is empty: give values separated by commas, or leave it out")
     if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
         raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
     columns = (

@@ -9,6 +9,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dphero.cli._console import console, table
+from dphero.cli._paths import folder
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
@@ -26,9 +27,14 @@ def reproduce(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="As long as the paper's, or a matter of minutes.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where pictures and tables go.")] = Path("reproduction"),
+    out: Annotated[Path, typer.Option(parser=folder, metavar="FOLDER", help="Where pictures and tables go.")] = Path(
+        "reproduction"
+    ),
     runs: Annotated[
-        Path | None, typer.Option(help="Where the runs are kept, for going on; OUT/runs unless given.")
+        Path | None,
+        typer.Option(
+            parser=folder, metavar="FOLDER", help="Where the runs are kept, for going on; OUT/runs unless given."
+        ),
     ] = None,
     data: Annotated[
         Literal["paper", "digits"],

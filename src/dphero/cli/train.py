@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dphero.cli._console import console, say
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
+from dphero.cli._paths import folder
 from dphero.cli._price import Accountant, JsonOption
 from dphero.cli._trust import TrustOption
 
@@ -67,9 +68,14 @@ def train(
     ] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with the same names.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to keep the run; a new folder under runs/ unless given.")
+        Path | None,
+        typer.Option(
+            parser=folder, metavar="FOLDER", help="Where to keep the run; a new folder under runs/ unless given."
+        ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(parser=folder, metavar="FOLDER", help="Go on with a run that was stopped.")
+    ] = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dphero.data import npz
 from dphero.data.dataset import Data, Split
-from dphero.importing import function_named
+from dphero.importing import call_named
 
 __all__ = ["from_arrays", "from_function", "from_npz"]
 
@@ -79,7 +79,7 @@ def from_function(spec: str) -> Data:
     Raises:
         ValueError: If there is no such function, or it returns something else.
     """
-    result = function_named(spec, "data")()
+    result = call_named(spec, "data")
     if isinstance(result, Data):
         return result
     if isinstance(result, tuple | list) and len(result) == 4:

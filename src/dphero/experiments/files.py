@@ -84,7 +84,10 @@ def parse_lines(contents: bytes) -> list[dict[str, Any]]:
     found = []
     for line in contents.splitlines():
         try:
-            found.append(json.loads(line))
+            values = json.loads(line)
         except (ValueError, RecursionError):
             break
+        if not isinstance(values, dict):
+            break
+        found.append(values)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,23 @@ if TYPE_CHECKING:
 
 __all__ = ["RayPool"]
 
+_CONNECT_SECONDS = 10
 _OBJECT_STORE_BYTES = 100 << 20  # tasks exchange names and errors; Ray would take a third of the memory
+
+
+def _require_answer(address: str) -> None:
+    """Try to reach ``host:port`` or ``ray://host:port``: Ray itself tries again and again, for many minutes.
+
+    Raises:
+        ValueError: If nothing answers there.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # a word, such as "local" or "auto"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no Ray cluster answers at {address!r}: {error}") from error
 
 
 class RayPool:
@@ -35,6 +52,7 @@ class RayPool:
             raise ValueError(f"--ray needs Ray, which is not installed ({error}): pip install 'dphero[ray]'") from error
         self._ray, self._state = ray, state
         local = address == "local"
+        _require_answer(address)
         try:
             ray.init(
                 address=address,

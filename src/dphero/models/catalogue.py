@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dphero._checks import closest
-from dphero.importing import function_named
+from dphero.importing import call_named
 from dphero.models import features, plain, wide_resnet
 
 __all__ = ["MODELS", "NAMES", "Entry", "build"]
@@ -111,11 +111,11 @@ def build(spec: str, shape: tuple[int, ...], classes: int, *, seed: int = 0) -> 
     if not isinstance(classes, int) or isinstance(classes, bool) or classes < 2:
         raise ValueError(f"classes must be an integer of at least 2, got {classes!r}")
     own = ":" in spec
-    make = function_named(spec, "model") if own else _built_in(spec).make
+    make = None if own else _built_in(spec).make
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the generators of GPUs as well
-        if own:
-            model = make(shape, classes)
+        if make is None:
+            model = call_named(spec, "model", shape, classes)
         else:
             try:
                 model = make(shape, classes)

@@ -1,0 +1,102 @@
+"""Command lines that once ended in a traceback, without end, or as if all were well."""
+
+import io
+import socket
+import sys
+import time
+import types
+import zipfile
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dphero.cli import app
+
+pytest.importorskip("sklearn")
+
+TRAIN = ("train", "--data", "digits", "--noise-multiplier", "3", "--epochs", "0.3")
+DEEP = "[" * 2000 + "]" * 2000
+
+
+def refused(*arguments):
+    """Run a command that must end with one line, and return that."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 2, (result.output, result.exception)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("dphero: error:")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*TRAIN, "--lr", "1e308"), "lr must lie between"),
+        ((*TRAIN, "--clip", "1e308"), "clip must lie between"),
+        ((*TRAIN, "--clip", "1e-308"), "clip must lie between"),
+        ((*TRAIN, "--device", "meta"), "device 'meta' cannot be used"),
+        ((*TRAIN, "--set", f"exponent={DEEP}"), "exponent"),
+        ((*TRAIN, "--out", "a/" * 2000), "2000 parts"),
+        ((*TRAIN, "--out", ""), "it is empty"),
+        (("train", "--resume", ""), "it is empty"),
+        (("train", "--data", "json:loads", "--noise-multiplier", "3"), "called with no arguments"),
+        (("train", "--data", "time:sleep", "--noise-multiplier", "3"), "takes exactly one argument"),
+        (("train", "--data", "sys:exit", "--noise-multiplier", "3"), "ended the process"),
+        ((*TRAIN, "--model", "os:system"), "called with 2 arguments"),
+        ((*TRAIN, "--model", "os:getcwd"), "called with 2 arguments"),
+        ((*TRAIN, "--model", "json:dumps"), "called with 2 arguments"),
+        (("compare", "--data", "digits", "--epsilons", "3", "--seeds", ""), "--seeds is empty"),
+        (("compare", "--data", "digits", "--epsilons", ""), "--epsilons is empty"),
+        (("audit", "published", "--releases", "100000000000000"), "--releases"),
+    ],
+)
+def test_one_line_says_what_is_wrong(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(*arguments)
+
+
+@pytest.mark.parametrize(("line", "words"), [("options = 3", "options must be a table"), (f"lot = {DEEP}", "TOML")])
+def test_recipes_that_are_none(line, words, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'data = "digits"\nnoise_multiplier = 3.0\n{line}\n')
+    assert words in refused("train", "--recipe", recipe, "--out", tmp_path / "run")
+
+
+def arrays(**more):
+    images, labels = np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2
+    return {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels, **more}
+
+
+def test_an_npz_with_two_sets_of_names(tmp_path):
+    np.savez(tmp_path / "two.npz", **arrays(train_images=np.ones((20, 1, 8, 8), np.uint8)))
+    assert "has both x_train and train_images" in refused("train", "--data", tmp_path / "two.npz", *TRAIN[3:])
+
+
+def test_an_npz_whose_header_claims_terabytes(tmp_path):
+    header = io.BytesIO()
+    claim = {"descr": "<f4", "fortran_order": False, "shape": (10**9, 1, 30, 33)}
+    np.lib.format.write_array_header_1_0(header, claim)
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        for name in arrays():
+            archive.writestr(f"{name}.npy", header.getvalue() + b"...")
+    line = refused("train", "--data", tmp_path / "huge.npz", *TRAIN[3:])
+    assert "claims 3,960,000,000,000 bytes" in line
+
+
+def test_terminals_without_a_width():
+    arguments = ["epsilon", "--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "10", "--delta", "1e-5"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "0"})
+    assert result.exit_code == 0 and "noise multiplier" in result.stdout
+
+
+def test_a_ray_cluster_that_is_not_there(tmp_path, monkeypatch):
+    def never(**_):
+        time.sleep(400)
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=never))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    arguments = ("--data", "digits", "--methods", "dp-sgd", "--epsilons", "3", "--out", tmp_path / "comparison")
+    line = refused("compare", *arguments, "--ray", f"127.0.0.1:{port}")
+    assert "no Ray cluster answers at" in line and time.monotonic() - start < 20
