@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.audit.statistics import separate
+from dphero.data import folders
+from dphero.data.pictures import grey_or_rgb
 from dphero.sampling.collate import Watch
 from dphero.sampling.randomness import SecretGenerators
 
@@ -181,7 +185,45 @@ def padded_by_hand(items: list[Any]) -> tuple[Tensor, Tensor]:
     return F.pad(x, (0, 0, 0, LONG - x.shape[1])), y
 
 
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def folder_shapes() -> Figures:
+    """Return the shapes of images in a folder of grey ones, without and with a coloured one."""
+    from PIL import Image
+
+    from dphero.data import load
+
+    shapes = []
+    with TemporaryDirectory() as folder:
+        for half in ("train", "test"):
+            (Path(folder) / half / "a").mkdir(parents=True)
+            Image.new("L", (4, 4)).save(Path(folder) / half / "a" / "0.png")
+        for number in range(2):
+            shapes.append(str(tuple(load(folder).train.images.shape[1:])))
+            Image.new("RGB", (4, 4), (255, 0, 0)).save(Path(folder) / "train" / "a" / f"{number + 1}.png")
+    return {"without the coloured image": shapes[0], "with it": shapes[1]}
+
+
+def folder_shapes_from_data() -> Figures:
+    """The same, where the number of colours is read off the images."""
+
+    def grey_if_all_are(paths: list[Path], mode: str) -> Any:
+        grey = all(grey_or_rgb(path).mode == "L" for path in paths)
+        return pixels(paths, "L" if grey else "RGB")
+
+    pixels = folders._pixels
+    with patch.object(folders, "_pixels", grey_if_all_are):
+        return folder_shapes()
+
+
 ATTACKS = [
+    Attack(
+        "one coloured image among grey ones",
+        "trains on a folder of grey images and publishes the network; one coloured image is added",
+        folder_shapes_from_data,
+        folder_shapes,
+    ),
     Attack(
         "padding to the longest, last state",
         "a collate function pads 200 sequences of length 12 to the longest of the batch; one of length 120 is added; "

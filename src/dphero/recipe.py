@@ -30,6 +30,7 @@ class Recipe:
 
     Attributes:
         data: A built-in data set, ``package:function``, a folder of class-named folders, or an ``.npz`` file.
+        channels: Of the images in a folder: 3 (RGB) or 1 (grey), a public number; ``None`` is 3.
         model: A built-in network or ``package:function``.
         method: One of ``dphero methods``.
         epsilon: The privacy loss allowed; or
@@ -79,6 +80,7 @@ class Recipe:
     secure: bool = False
     device: str = "auto"
     cuda_graphs: bool | None = None
+    channels: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,8 @@ class Recipe:
         for name in ("physical_batch", "evaluate_every"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
+        if self.channels is not None:
+            one_of("channels", self.channels, (1, 3))
 
     def with_(self, **changes: Any) -> Recipe:
         """Return the recipe with some fields changed."""
@@ -210,7 +214,7 @@ def merge(*layers: Mapping[str, Any]) -> Recipe:
 
 
 _NUMBERS = ("epsilon", "noise_multiplier", "delta", "epochs", "lr", "momentum", "clip")
-_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed")
+_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed", "channels")
 _TEXTS = ("data", "model", "method", "optimizer", "clipping", "guidance", "mechanism", "accountant", "device")
 
 

@@ -301,15 +301,37 @@ def test_a_folder_with_train_and_test(tmp_path):
     (tmp_path / "train" / "cow").mkdir()  # a class without examples is a class all the same
     (tmp_path / "train" / ".hidden").mkdir()
     (tmp_path / "train" / "ape" / "notes.txt").write_text("no image")
-    data = load(str(tmp_path))
+    data = load(str(tmp_path), channels=1)
     assert data.name == tmp_path.name and data.classes == ("ape", "bee", "cow")
     assert data.train.images.shape == (6, 1, 3, 4) and data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert ((data.train.images[:, 0, 0, 0] + 1) * 127.5).round().tolist() == [0, 1, 2, 100, 101, 102]
+    assert load(str(tmp_path)).train.images.shape == (6, 3, 3, 4)
     picture(tmp_path / "test" / "bee" / "colour.JPG", mode="RGB", value=(255, 0, 0))
     data = load(str(tmp_path))
     assert data.train.images.shape == (6, 3, 3, 4) and data.test.images.shape == (3, 3, 3, 4)
     red = data.test.images[2, :, 0, 0]
     assert red[0] > 0.9 and red[1] < -0.9
+
+
+@pytest.mark.parametrize("channels", [None, 1, 3])
+def test_one_coloured_image_does_not_change_the_shape_of_others(tmp_path, channels):
+    """The network that is published has the shape of the images: neighbours must agree on it."""
+    for half in ("train", "test"):
+        for name in ("ape", "bee"):
+            picture(tmp_path / half / name / "0.png", value=100)
+    before = load(str(tmp_path), channels).train.images
+    assert before.shape[1] == (channels or 3)
+    picture(tmp_path / "train" / "bee" / "1.png", mode="RGB", value=(255, 0, 0))
+    after = load(str(tmp_path), channels).train.images
+    assert torch.equal(after[:2], before) and len(after) == 3
+
+
+def test_channels_are_for_folders(tmp_path):
+    picture(tmp_path / "ape" / "0.png")
+    with pytest.raises(ValueError, match="channels must be one of 1, 3, got 4"):
+        load(str(tmp_path), channels=4)
+    with pytest.raises(ValueError, match="channels=1 is for folders of images, and 'digits' is none"):
+        load("digits", channels=1)
 
 
 def test_one_level_holds_out_by_name_alone(tmp_path):
@@ -334,7 +356,7 @@ def test_an_alpha_channel_that_hides_nothing_is_left_out_and_any_other_refused(m
     for half in ("train", "test"):
         for name in ("ape", "bee"):
             picture(tmp_path / half / name / "0.png", mode=mode, value=value)
-    images = load(str(tmp_path)).train.images
+    images = load(str(tmp_path), channels=len(mode) - 1).train.images
     assert images.shape == (2, len(mode) - 1, 3, 4) and images.unique().tolist() == [pytest.approx(7 / 127.5 - 1)]
     picture(tmp_path / "train" / "bee" / "0.png", mode=mode, value=(*value[:-1], 254))
     with pytest.raises(ValueError, match=r"bee/0\.png cannot be read as an image: it has transparent parts"):

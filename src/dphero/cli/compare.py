@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dphero.cli._channels import ChannelsOption
 from dphero.cli._console import console, say, table
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._paths import folder
@@ -50,6 +51,7 @@ def compare(
     lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
     dataset_size: DatasetSizeOption = None,
+    channels: ChannelsOption = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
     out: Annotated[
@@ -76,6 +78,7 @@ def compare(
         "lot": lot,
         "epochs": epochs,
         "dataset_size": size_of(dataset_size),
+        "channels": channels,
         "device": device,
     }
     given = {name: value for name, value in settings.items() if value is not None}

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from dphero.cli._channels import ChannelsOption
 from dphero.cli._console import console, say
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._paths import folder
@@ -34,6 +35,7 @@ def train(
     data: Annotated[
         str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
     ] = None,
+    channels: ChannelsOption = None,
     model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
     method: Annotated[str | None, typer.Option(help="How to train (dphero methods); dp-hero unless given.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed; the noise follows.")] = None,
@@ -82,6 +84,7 @@ def train(
     """Train a model with differential privacy, and keep its recipe, metrics, ledger, weights and statement."""
     settings = {
         "data": data,
+        "channels": channels,
         "model": model,
         "method": method,
         "epsilon": epsilon,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dphero._checks import one_of
 from dphero.data.dataset import Data, is_text
 from dphero.data.own import from_arrays
 from dphero.data.pictures import ENDINGS, grey_or_rgb
@@ -19,15 +20,21 @@ HELD_OUT = 0.2
 """The share of images held out for testing where a folder does not say which."""
 
 
-def from_folder(folder: Path) -> Data:
+def from_folder(folder: Path, channels: int = 3) -> Data:
     """Return the images in ``folder/train/CLASS`` and ``folder/test/CLASS``, or in ``folder/CLASS`` alone.
 
     The names of the class folders are the classes, and public. In a folder of one level, the images for which
-    :func:`is_held_out` are the test set. Images become grey if all of them are, RGB otherwise.
+    :func:`is_held_out` are the test set.
+
+    Args:
+        folder: The folder.
+        channels: 3: all images become RGB; 1: all become grey. A public number. Were it read off the images, then one
+            coloured image among grey ones would change the shape of the network, which is published.
 
     Raises:
         ValueError: If there are no images, one cannot be read, or they differ in size.
     """
+    one_of("channels", channels, (1, 3))
     top = {entry.name: entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     if ("train" in top) != ("test" in top):
         there, other = ("train", "test") if "train" in top else ("test", "train")
@@ -48,7 +55,7 @@ def from_folder(folder: Path) -> Data:
             f"{folder} gives {len(train)} training and {len(test)} test images, and both are needed: it should hold "
             "train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png with enough images to hold some out"
         )
-    images = _pixels(train + test)
+    images = _pixels(train + test, "L" if channels == 1 else "RGB")
     labels = [path.parent.name for path in train + test]
     cut = len(train)
     return from_arrays(folder.resolve().name, images[:cut], labels[:cut], images[cut:], labels[cut:], classes=classes)
@@ -83,9 +90,9 @@ def _listed(folder: Path) -> tuple[list[Path], list[str]]:
     return images, classes
 
 
-def _pixels(paths: list[Path]) -> NDArray[Any]:
-    """All images as one uint8 array, N×H×W if all are grey and N×3×H×W otherwise."""
-    arrays = [np.asarray(grey_or_rgb(path)) for path in paths]  # H×W, or H×W×3
+def _pixels(paths: list[Path], mode: str) -> NDArray[Any]:
+    """All images as one uint8 array, N×H×W in mode L and N×3×H×W in mode RGB; each is converted by itself."""
+    arrays = [np.asarray(grey_or_rgb(path).convert(mode)) for path in paths]  # H×W, or H×W×3
     for path, array in zip(paths, arrays, strict=True):
         if array.shape[:2] != arrays[0].shape[:2]:
             height, width = arrays[0].shape[:2]
@@ -93,7 +100,5 @@ def _pixels(paths: list[Path]) -> NDArray[Any]:
                 f"{path} is {array.shape[1]}×{array.shape[0]} pixels but {paths[0]} is {width}×{height}: all images "
                 "must have one size, so resize them first"
             )
-    if all(array.ndim == 2 for array in arrays):
-        return np.stack(arrays)
-    coloured = [array if array.ndim == 3 else np.repeat(array[:, :, None], 3, axis=2) for array in arrays]
-    return np.stack(coloured).transpose(0, 3, 1, 2)
+    images = np.stack(arrays)
+    return images if mode == "L" else images.transpose(0, 3, 1, 2)

@@ -22,25 +22,28 @@ __all__ = ["load", "located"]
 _DIGITS_TEST = 360
 
 
-def load(spec: str) -> Data:
+def load(spec: str, channels: int | None = None) -> Data:
     """Return a data set.
 
     Args:
         spec: The name of a built-in set (``dphero data list``), a folder of images
             (:func:`dphero.data.folders.from_folder`), an ``.npz`` file (:func:`dphero.data.own.from_npz`), or
             ``module:function`` (:func:`dphero.data.own.from_function`).
+        channels: Of the images in a folder: 3 (RGB), unless given, or 1 (grey). Other data has its own.
 
     Raises:
         ImportError: If the data needs a library that is not installed.
         ValueError: If there is no such data, or something is wrong with it.
     """
+    path = Path(os.path.expanduser(spec))
+    if channels is not None and (spec in BUILT_INS or path.suffix == ".npz" or not path.is_dir()):
+        raise ValueError(f"channels={channels} is for folders of images, and {spec!r} is none: leave it out")
     if spec in BUILT_INS:
         return _built_in(BUILT_INS[spec])
-    path = Path(os.path.expanduser(spec))
     if path.suffix == ".npz":
         return from_npz(path)
     if path.is_dir():
-        return from_folder(path)
+        return from_folder(path, 3 if channels is None else channels)
     if re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", spec):
         return from_function(spec)
     raise ValueError(

@@ -91,7 +91,7 @@ def _planned(
     setting: Mapping[str, Any],
     seed: int,
     vary: Mapping[str, Sequence[Any]],
-    load: Callable[[str], Data],
+    load: Callable[[str, int | None], Data],
 ) -> Planned:
     options = {name: value for name, value in base.get("options", {}).items() if name in _options(method)}
     settings: dict[str, Any] = {}
@@ -111,7 +111,7 @@ def _planned(
         raise ValueError(f"method {method!r} is private: give --epsilons 1,3, or --vary noise_multiplier=1,2")
     elif not METHODS[method].card.sound and recipe.epsilon is not None:
         target = recipe.epsilon
-        recipe = recipe.with_(epsilon=None, noise_multiplier=matched_noise(recipe, load(recipe.data)))
+        recipe = recipe.with_(epsilon=None, noise_multiplier=matched_noise(recipe, load(recipe.data, recipe.channels)))
     varied = {name: value for name, value in setting.items() if len(vary[name]) > 1}
     return Planned(_name(method, target or recipe.epsilon, varied, seed), recipe, target, varied)
 
@@ -137,7 +137,7 @@ def check(plan: Sequence[Planned]) -> None:
     built: set[tuple[str, str]] = set()
     for planned in plan:
         recipe = planned.recipe
-        data = load(recipe.data)
+        data = load(recipe.data, recipe.channels)
         if (recipe.data, recipe.model) not in built:
             models.build(recipe.model, tuple(data.train.images.shape[1:]), len(data.classes))
             built.add((recipe.data, recipe.model))

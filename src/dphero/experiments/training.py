@@ -69,7 +69,7 @@ def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
         ValueError: If data, model or device do not exist or do not fit together.
     """
     device = _device(recipe.device)
-    data = datasets.load(recipe.data) if data is None else data
+    data = datasets.load(recipe.data, recipe.channels) if data is None else data
     if data.public_size and recipe.dataset_size is None:
         recipe = recipe.with_(dataset_size="public")
     classes = len(data.classes)

@@ -83,7 +83,7 @@ def simulate(
         return directory.result
     federation, home = federation_of(directory), directory.path / "clients"
     with directory.locked(), stoppable() as asked_to_stop:
-        data = datasets.load(directory.recipe.data) if data is None else data
+        data = datasets.load(directory.recipe.data, directory.recipe.channels) if data is None else data
         _draw(directory, federation, data)  # what cannot be dealt out is said before anything starts
         server = Server(directory, federation, data, report=report, asked_to_stop=asked_to_stop, homes=home)
         server_app = ServerApp()
@@ -121,7 +121,7 @@ def simulated_clients(recipe: Recipe, federation: Federation, homes: Path) -> Cl
 
     def client_of(context: Context) -> Client:
         number = int(context.node_config["partition-id"])
-        data, parts = _dealt(recipe.data, settings)
+        data, parts = _dealt(recipe.data, recipe.channels, settings)
         chosen = parts[number]
         train = Split(data.train.images[chosen], data.train.labels[chosen])
         return Client(str(number), recipe, federation, replace(data, train=train), homes / str(number))
@@ -130,9 +130,9 @@ def simulated_clients(recipe: Recipe, federation: Federation, homes: Path) -> Cl
 
 
 @lru_cache(maxsize=1)
-def _dealt(name: str, settings: str) -> tuple[Data, list[Any]]:
+def _dealt(name: str, channels: int | None, settings: str) -> tuple[Data, list[Any]]:
     """Load the data and deal it out, once in each process."""
-    data = datasets.load(name)
+    data = datasets.load(name, channels)
     return data, split(data.train.labels.numpy(), Federation.from_dict(json.loads(settings)))
 
 
