@@ -47,6 +47,12 @@ _SLACK = 1e-5
 _SLACK_BETWEEN_SIZES = 1e-3
 _SLACK_UNDER_AUTOCAST = 0.05
 """between runs of different shapes."""
+_SLACK_OF_NORMS = 1e-4
+"""between norms of gradients in runs of the same shape, and"""
+_SLACK_OF_MEANS = 3e-5
+"""between means of the same numbers in another order."""
+_FEW_OUTPUTS = 4
+"""Up to so many outputs that carry the examples are looked at one by one on the way back."""
 _SMALL_GRADIENT = 1e-2
 """Of the largest norm: rounding shows in what is smaller."""
 _SEEDS = range(6)
@@ -64,12 +70,14 @@ class _Run:
     Attributes:
         recording: What it noted.
         returned: The shapes of the floating-point tensors that it returned.
+        values: Those tensors.
         written: What it wrote into parameters and buffers.
         random: Whether it drew random numbers.
     """
 
     recording: Recording
     returned: list[torch.Size]
+    values: list[Tensor]
     written: dict[str, Tensor]
     random: bool
 
@@ -182,7 +190,7 @@ class _Examination:
                 plan = Plan(calls, [self._batch.way], len(rows) > 1, small.written)
                 rehearse(self._taps, plan, self._untouched, self._batch.take(mixed[0]), _SIZES[0], random=small.random)
                 if len(rows) > 1:
-                    self._compare_gradients(plan, rows, mixed[0])
+                    self._compare_gradients(plan, rows, mixed[0], small.random)
                 return plan
             except NoSharedRule as error:
                 if error.site is None or error.site.rule is vmapped:
@@ -216,8 +224,8 @@ class _Examination:
                 note(self._taps.module, None, out)
         finally:
             hook.remove()
-        returned = [tensor.shape for tensor in tensors if tensor.is_floating_point()]
-        return _Run(recording, returned, changes.state, changes.random)
+        values = [plain(tensor).detach() for tensor in tensors if tensor.is_floating_point()]
+        return _Run(recording, [value.shape for value in values], values, changes.state, changes.random)
 
     # -- where the examples lie -------------------------------------------------------------------------------
 
@@ -314,27 +322,52 @@ class _Examination:
                     key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
                 )
 
-    def _compare_gradients(self, plan: Plan, rows: list[int], mixed: list[int]) -> None:
-        """Check that each example's gradient is what it is among copies of itself: they may meet on the way back."""
+    def _compare_gradients(self, plan: Plan, rows: list[int], mixed: list[int], random: bool) -> None:
+        """Check that each example's gradient is what it is among copies of itself: they may meet on the way back.
 
-        def norms(rows: list[int]) -> dict[str, Tensor]:
-            call = self._batch.take(rows)
-            return gradient_norms(self._taps, plan, self._untouched, call, len(rows), self.carrying)
+        Outputs are looked at one by one: beside large logits, a small term over the whole batch would not be noticed.
+        """
+        carrying = [number for number, carries in enumerate(self.carrying) if carries]
+        others = [number for number, carries in enumerate(self.carrying) if not carries]
+        groups = [[number] for number in carrying] if len(carrying) <= _FEW_OUTPUTS else [carrying]
+        for group in [*groups, *([number] for number in others)]:
+            found = self._norms(plan, mixed, group)
+            if not found:  # no gradient flows from there
+                continue
+            _require_same_norms(found, [self._norms(plan, [row] * len(mixed), group) for row in rows])
+            if group[0] in others:
+                self._compare_values(group[0], rows, mixed, random)
 
-        together = norms(mixed)
-        largest = max((float(each.max()) for each in together.values()), default=0.0)
-        for position, row in enumerate(rows):
-            alone = norms([row] * len(mixed))
-            for name in [name for name in together if name in alone]:
-                pair = float(together[name][position]), float(alone[name][position])
-                gap, scale = abs(pair[0] - pair[1]), max(*pair, _SMALL_GRADIENT * largest)
-                short = together[name].dtype in (torch.float16, torch.bfloat16)
-                if math.isfinite(gap) and gap > (_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES) * scale:
-                    raise MixedExamplesError(
-                        f"an example's gradient for {name!r} depends on the other examples of the batch; it changes by "
-                        f"{gap / scale:.2g} of its size. Such a model cannot be made private. If it returns its loss, "
-                        "that must be a mean over the examples."
-                    )
+    def _norms(self, plan: Plan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
+        call = self._batch.take(rows)
+        return gradient_norms(self._taps, plan, self._untouched, call, len(rows), self.carrying, only)
+
+    def _compare_values(self, number: int, rows: list[int], mixed: list[int], random: bool) -> None:
+        """Check that an output without the examples is a mean, or a sum, over them.
+
+        Then its value for a batch is the mean of its values for batches of copies of each example.
+        """
+
+        def value(rows: list[int]) -> Tensor | None:
+            run = self._record(rows, training=not random)
+            return run.values[number] if number < len(run.values) and not run.random else None
+
+        together = value(mixed)
+        alone = [each for row in rows if (each := value([row] * len(mixed))) is not None]
+        if together is None or not together.numel() or [each.shape for each in alone] != [together.shape] * len(rows):
+            return
+        mean = torch.stack([alone[position % len(rows)].double() for position in range(len(mixed))]).mean(0)
+        gap = float((together.double() - mean).abs().max())
+        scale = max(float(each.abs().max()) for each in alone)
+        slack = _SLACK_UNDER_AUTOCAST if together.dtype in (torch.float16, torch.bfloat16) else _SLACK_OF_MEANS
+        if math.isfinite(gap) and gap > slack * scale:
+            raise MixedExamplesError(
+                f"the model returns a tensor of shape {tuple(together.shape)} (its output {number + 1}) that "
+                f"does not carry the examples and is no mean over them either: by {gap / scale:.2g} of its size it "
+                "depends on how they are put together. A loss that uses it would mix them. Balance experts or the like "
+                "for each example by itself, then take the mean; or do not return it (output_router_logits=False), or "
+                "detach() it."
+            )
 
 
 def _carrying(small: _Run, large: _Run) -> list[bool]:
@@ -352,6 +385,22 @@ def _full_precision() -> Iterator[None]:
             yield
     finally:
         matmul.allow_tf32 = before
+
+
+def _require_same_norms(together: dict[str, Tensor], alone: list[dict[str, Tensor]]) -> None:
+    """Refuse a model whose per-example gradients are others among other examples than among copies."""
+    largest = max((float(each.max()) for each in together.values()), default=0.0)
+    for position, norms in enumerate(alone):
+        for name in [name for name in together if name in norms]:
+            pair = float(together[name][position]), float(norms[name][position])
+            gap, scale = abs(pair[0] - pair[1]), max(*pair, _SMALL_GRADIENT * largest)
+            short = together[name].dtype in (torch.float16, torch.bfloat16)
+            if math.isfinite(gap) and gap > (_SLACK_UNDER_AUTOCAST if short else _SLACK_OF_NORMS) * scale:
+                raise MixedExamplesError(
+                    f"an example's gradient for {name!r} depends on the other examples of the batch; it changes by "
+                    f"{gap / scale:.2g} of its size. Such a model cannot be made private. If it returns its loss, "
+                    "that must be a mean over the examples; so must a term that it returns beside its outputs."
+                )
 
 
 def _require_same_state(first: _Run, second: _Run) -> None:

@@ -57,15 +57,30 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
 
 
 def gradient_norms(
-    taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows: int, batched: Sequence[bool]
+    taps: Taps,
+    plan: Plan,
+    untouched: Untouched,
+    call: Arguments,
+    rows: int,
+    batched: Sequence[bool],
+    only: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the norm of each example's gradient, by parameter, of a number that the outputs make up.
+    """Return the norm of each example's gradient, by parameter, of a number that outputs make up.
 
     It is no linear function of outputs that carry the examples (``batched``), so that what flows back differs from
     example to example. Of others it is: a mean over the examples may be among them.
+
+    Args:
+        taps: The taps of the model.
+        plan: Where its calls carry the examples.
+        untouched: Puts the model back as it was.
+        call: Arguments of the model.
+        rows: The number of examples in them.
+        batched: Which of the floating-point outputs carry the examples.
+        only: The numbers of the outputs that make up the number; left out, all.
     """
     with untouched.run():
-        found, _ = _tapped(taps, plan, call, rows, _parameters(taps), batched)
+        found, _ = _tapped(taps, plan, call, rows, _parameters(taps), batched, only)
     return {name: norms.sqrt() for batch in found for name, norms in batch.square_norms.items()}
 
 
@@ -112,6 +127,7 @@ def _tapped(
     rows: int,
     parameters: Mapping[str, nn.Parameter],
     curved: Sequence[bool] = (),
+    only: Sequence[int] | None = None,
 ) -> tuple[list[GradientBatch], list[Tensor]]:
     """Return the gradients that the taps find (none, or one batch of them), and the outputs."""
     found: list[GradientBatch] = []
@@ -119,7 +135,8 @@ def _tapped(
     out = _floats(taps.run(plan, tape, *call))
     bends = [*curved, *[False] * (len(out) - len(curved))]
     bent = [each * (1 + each / 2) if bend else each for each, bend in zip(out, bends, strict=True)]
-    objective = _objective([value for value in bent if not isinstance(value, Shared)])
+    chosen = bent if only is None else [bent[number] for number in only if number < len(bent)]
+    objective = _objective([value for value in chosen if not isinstance(value, Shared)])
     before, taps.tape = taps.tape, tape
     try:
         if objective is not None:
