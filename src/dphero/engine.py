@@ -242,6 +242,7 @@ class PrivacyEngine:
             lots,
             before_lot=self._run.before_lot,
             before_batch=self._run.before_batch,
+            handed_out=self._run.handed_out,
             expected_batch_size=lot,
             physical_batch_size=physical_batch_size,
             pad_to=lengths,
@@ -391,6 +392,7 @@ class PrivacyEngine:
             self._past_notes[_SEEDED] = None
         if mechanism is not None and getattr(mechanism.noise, "key_shared", False):
             self._past_notes[_KEY_SHARED] = None
+        self._past_notes |= dict.fromkeys(self._run.notes if self._run is not None else ())
         return tuple(self._past_notes)
 
     @property

@@ -67,6 +67,7 @@ class Run:
             geometry=lambda: mechanism.norm_geometry,
             rows=self._rows,
             consume=self._consume,
+            entered=self._loss_check.enter,
             returned=lambda out: self._loss_check.watch(self._padding_check.watch(out)),
             called=self._look_at_padding,
             examine=probe,
@@ -99,6 +100,15 @@ class Run:
         Otherwise they could be back-propagated along with this one, and their examples would count twice.
         """
         self.taps.clear()
+
+    def handed_out(self, batch: Any) -> None:
+        """Called by the loader with a physical batch that is about to be handed out."""
+        self._loss_check.hand_out(batch)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the statement has to say about the losses that were back-propagated."""
+        return list(self._loss_check.notes)
 
     def _rows(self) -> int:
         batch = self.lots.current
@@ -220,6 +230,7 @@ class Run:
         """Take everything away again."""
         self.lots.close()
         self.taps.detach()
+        self._loss_check.close()
         for handle in self._hooks:
             handle.remove()
 

@@ -12,7 +12,7 @@ Nothing here knows of clipping or noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol
@@ -59,6 +59,7 @@ class Taps:
         geometry: Name to geometry in which norms are taken; read anew for each batch.
         rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
         consume: Receives the gradients of each physical batch when its backward pass has finished.
+        entered: Sees what the model is called with; the model runs inside the context that it returns.
         returned: Sees what the model returns, and may put something else in its place.
         called: Sees the arguments that it was called with, before that.
         examine: Called for the first batch, and whenever the model does what it had not done before.
@@ -81,13 +82,14 @@ class Taps:
         rows: Callable[[], int],
         consume: Callable[[GradientBatch], None],
         examine: Examine,
+        entered: Callable[..., AbstractContextManager[None]] = lambda *arguments: nullcontext(),
         returned: Callable[[Any], Any] = lambda out: out,
         called: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
         replay: Callable[[Taps], Replay] | None = None,
     ) -> None:
         self.module = module
         self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
-        self._examine, self._called = examine, called
+        self._examine, self._entered, self._called = examine, entered, called
         self.plan: Plan | None = None
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
@@ -145,6 +147,11 @@ class Taps:
         if not self._active or self.following:
             return self.root_forward(*args, **kwargs)
         self._require_known_parameters()
+        with self._entered(args, kwargs):
+            out = self._run_watching_buffers(args, kwargs)
+        return self._returned(out)
+
+    def _run_watching_buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = self._buffers()
         out = self._run_tapped(args, kwargs, self._rows())
         after = self._buffers()
@@ -154,7 +161,7 @@ class Taps:
             if not written <= self.plan.written:  # not so when the model was examined
                 self.plan = self.plan.joined(self._examine(self, args, kwargs, self._rows()))
         self._called(args, kwargs)
-        return self._returned(out)
+        return out
 
     def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
         leaves, structure = tree_flatten((args, kwargs))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
@@ -20,10 +21,12 @@ __all__ = [
     "OUTPUT",
     "PRODUCTS",
     "SELECTING",
+    "ModelOutput",
     "children_of",
     "fingerprint",
     "is_custom",
     "is_linear",
+    "is_own",
     "kind_of",
     "leaf_of",
     "nodes_below",
@@ -39,12 +42,26 @@ OUTPUT = "dphero.output"
 
 LINEAR = {"Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Clone", "ToCopy", "Alias", "View", "UnsafeView", "ReshapeAlias"}
 LINEAR |= {"Squeeze", "Unsqueeze", "Expand", "Stack", "Cat", "T", "Transpose", "Permute", "Repeat", "Flip", "Cumsum"}
-LINEAR |= {"CopyBackwards", "CopySlices", "IndexPut", "AsStrided", "Unbind", "Lerp", "Dot", "Mv"}
+LINEAR |= {"CopyBackwards", "CopySlices", "IndexPut", "AsStrided", "Unbind", "Lerp", "Dot", "Mv", "ModelOutput"}
 PRODUCTS = {"Mul", "Div", "Dot", "Mv"}  # linear while but one of the factors has a gradient
 SELECTING = {"Index", "MaskedSelect", "Slice", "Select", "IndexSelect", "Gather", "Split", "SplitWithSizes", "Sort"}
 _ADDING = {"Mean", "Sum", "Nansum", "IndexAdd", "ScatterAdd", "Roll", "Trace", "Diagonal", "ToDense"}
 _MATRIX_PRODUCTS = {"Mm", "Bmm", "Addmm", "Addmv", "Baddbmm", "Ger", "UnsafeIndex"}
 _OPTIONS = ("_saved_reduction", "_saved_dim", "_saved_ignore_index")
+
+
+class ModelOutput(torch.autograd.Function):
+    """Returns a tensor as it is, with a node of its own; unlike a view, whose node operations in place go round."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """Return the value."""
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient."""
+        return gradient
 
 
 def kind_of(node: Any) -> str:
@@ -102,6 +119,12 @@ def nodes_below(node: Any, until: str = "") -> Iterator[Any]:
 def is_custom(node: Any) -> bool:
     """Whether a node is an ``autograd.Function`` of the user's own: some can be differentiated only once."""
     return isinstance(node, BackwardCFunction)
+
+
+def is_own(node: Any) -> bool:
+    """Whether a custom node is one of dphero's, from inside the model."""
+    module = getattr(getattr(node, "_forward_cls", None), "__module__", "")
+    return str(module).startswith("dphero.")
 
 
 def output_edges(loss: Any) -> list[GradientEdge]:

@@ -9,27 +9,39 @@ import torch
 from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
+from dphero.checks.recorder import Recorder
+
 __all__ = ["watched_class"]
 
 
-def watched_class(announce: Callable[[Tensor], None]) -> type[Tensor]:
+def watched_class(
+    announce: Callable[[Tensor, Tensor | None], None], recorder: Callable[[], Recorder | None] = lambda: None
+) -> type[Tensor]:
     """Make the class of tensors whose ``backward`` is announced.
 
     Results become members of the class in place. A view of the result would do as well, but arithmetic in place on a
     view (``loss /= 2``) hides in the graph which arithmetic it was.
+
+    Args:
+        announce: Called with a tensor that is about to be back-propagated, and with the gradient that was given.
+        recorder: Returns what writes down all calls on these tensors, while there is one.
     """
 
     class WatchedTensor(Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
             if func is Tensor.backward:
-                announce(args[0])
+                announce(args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
             if func in _AS_PLAIN:
-                return func(args[0].as_subclass(Tensor), *args[1:], **(kwargs or {}))
+                return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
             if not all(issubclass(cls, other) for other in types):
                 return NotImplemented
+            recording = recorder() if func not in _UNWATCHED else None
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
+                if recording is not None:
+                    return recording.call(func, args, kwargs)
+                result = func(*args, **kwargs)
             if func not in _UNWATCHED:
                 watch(result)
             return result

@@ -33,6 +33,7 @@ class PrivateLoader:
         lots: Where training stands; moved on as batches are handed out.
         before_lot: Called before a lot is drawn; raises to refuse it.
         before_batch: Called before each physical batch is handed out.
+        handed_out: Called with each physical batch, just before the user gets it.
         expected_batch_size: The public expected lot size.
         physical_batch_size: The most rows handed out at a time; ``None`` for whole lots.
         pad_to: Public lengths to which examples are padded.
@@ -46,6 +47,7 @@ class PrivateLoader:
         *,
         before_lot: Callable[[], None],
         before_batch: Callable[[], None] = lambda: None,
+        handed_out: Callable[[Any], None] = lambda batch: None,
         expected_batch_size: float,
         physical_batch_size: int | None,
         pad_to: Sequence[int] = (),
@@ -54,7 +56,7 @@ class PrivateLoader:
         self.dataset = source.dataset if isinstance(source, DataLoader) else source
         self.batch_size = expected_batch_size
         self.physical_batch_size = physical_batch_size
-        self._before_lot, self._before_batch = before_lot, before_batch
+        self._before_lot, self._before_batch, self._handed_out = before_lot, before_batch, handed_out
         self._collate = source.collate_fn if isinstance(source, DataLoader) else default_collate
         # torch's own stacks examples, and refuses those of different shapes
         plain = self._collate is default_collate
@@ -96,6 +98,7 @@ class PrivateLoader:
                     physical, batch = parts.popleft()
                     self._before_batch()
                     self.lots.deliver(physical)
+                    self._handed_out(batch)
                     yield batch
                     self.lots.require_open()
                     if iteration != self._iterations:
