@@ -95,7 +95,7 @@ class LossCheck:
     def enter(self, *arguments: Any) -> AbstractContextManager[None]:
         """Called with what the model is called with; inside, it is ordinary tensors."""
         recorder = self._recording()
-        return ordinary(self._kind, *arguments) if recorder is None else recorder.model(*arguments)
+        return ordinary(*arguments) if recorder is None else recorder.model(*arguments)
 
     def close(self) -> None:
         """Follow the batch in hand no longer."""
@@ -187,6 +187,8 @@ class LossCheck:
         if recorder is None:
             return
         recorder.open = False
+        if recorder.number(loss) in recorder.earlier:  # of an earlier batch, which the tape refuses
+            return
         if any(is_custom(node) and not is_own(node) for node in nodes_below(loss.grad_fn, until=OUTPUT)):
             self.notes[not_repeated("it has an autograd.Function of its own")] = None
             return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["Call", "ModelCall", "Recorder", "Ref", "Source", "map_values", "ordinary", "tensors_in"]
+__all__ = ["Call", "ModelCall", "Recorder", "Ref", "Source", "Watched", "map_values", "ordinary", "tensors_in"]
 
 _DEPTH = 4
 _PYTHON = (bool, int, float, complex, torch.Size, tuple, list, np.ndarray)
@@ -26,6 +26,10 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floord
 _IN_PLACE |= {"__setitem__", "__set__", "__delitem__"}
 _NOT_COMPUTING = {"register_hook", "retain_grad", "requires_grad_", "__repr__", "__format__", "__hash__", "__dir__"}
 _DEVICES = ("cpu", "cuda")
+
+
+class Watched(Tensor):
+    """What all classes of watched tensors have in common; each private model has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Recorder:
     """
 
     rows: int
-    kind: type[Tensor]
+    kind: type[Watched]
     sources: list[Source] = field(default_factory=list)
     calls: list[Call | ModelCall] = field(default_factory=list)
     trouble: str = ""
@@ -170,7 +174,7 @@ class Recorder:
         """Note with what the model is called; for the model itself, tensors are ordinary ones."""
         with torch._C.DisableTorchFunctionSubclass():
             self.calls.append(ModelCall(_references(map_values(arguments, self._reference))))
-        with ordinary(self.kind, *arguments):
+        with ordinary(*arguments):
             yield
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -244,15 +248,15 @@ class Recorder:
 
 
 @contextmanager
-def ordinary(kind: type[Tensor], *arguments: Any) -> Iterator[None]:
+def ordinary(*arguments: Any) -> Iterator[None]:
     """Let the tensors among arguments that are followed or watched be ordinary ones."""
-    found = [each for each in tensors_in(arguments).tensors if type(each) is kind]
-    for tensor in found:
-        tensor.__class__ = Tensor
+    found = [(each, type(each)) for each in tensors_in(arguments).tensors if isinstance(each, Watched)]
+    for tensor, _ in found:
+        tensor.__class__ = Tensor  # type: ignore[assignment]
     try:
         yield
     finally:
-        for tensor in found:
+        for tensor, kind in found:
             tensor.__class__ = kind
 
 

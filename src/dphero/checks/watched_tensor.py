@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 
-from dphero.checks.recorder import Recorder
+from dphero.checks.recorder import Recorder, Watched
 
 __all__ = ["watched_class"]
 
 
 def watched_class(
     announce: Callable[[Tensor, Tensor | None], None], recorder: Callable[[], Recorder | None] = lambda: None
-) -> type[Tensor]:
+) -> type[Watched]:
     """Make the class of tensors whose ``backward`` is announced.
 
     Results become members of the class in place. A view of the result would do as well, but arithmetic in place on a
@@ -27,7 +27,7 @@ def watched_class(
         recorder: Returns what writes down all calls on these tensors, while there is one.
     """
 
-    class WatchedTensor(Tensor):
+    class WatchedTensor(Watched):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -35,7 +35,7 @@ def watched_class(
                 announce(args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
             if func in _AS_PLAIN:
                 return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
-            if not all(issubclass(cls, other) for other in types):
+            if not all(issubclass(other, Watched) or issubclass(cls, other) for other in types):
                 return NotImplemented
             recording = recorder() if func not in _UNWATCHED else None
             with torch._C.DisableTorchFunctionSubclass():
