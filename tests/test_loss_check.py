@@ -220,9 +220,9 @@ def test_a_long_loop_is_read_quickly() -> None:
     out = LossCheck(module, lambda: 3000, "mean").watch(module(x))
     loss = sum(row.pow(2).mean().sqrt() for row in out) / 3000
     assert isinstance(loss, Tensor)
-    start = time.perf_counter()
+    start = time.process_time()
     loss.backward()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_padded_tokens_are_refused() -> None:
@@ -592,6 +592,7 @@ def test_what_a_loss_takes_from_inside_the_model_is_read_too() -> None:
             run.steps(5, loss)
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_a_loss_that_cannot_be_read_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     run = training()
     run.steps(2)
@@ -604,6 +605,7 @@ def test_a_loss_that_cannot_be_read_is_reported_once(caplog: pytest.LogCaptureFi
     assert [record.message[:27] for record in caplog.records] == ["The loss could not be read "]
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_the_declared_reduction_is_checked_in_training() -> None:
     with pytest.raises(ValueError, match='loss_reduction="sum" was declared'):
         training(loss_reduction="sum").steps(1)

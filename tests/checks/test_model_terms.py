@@ -36,6 +36,11 @@ def balanced(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return F.cross_entropy(out[0], y) + 0.02 * out[1]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)  # experts between which the examples differ
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
 def test_balance_over_the_batch_is_refused_beside_outputs_of_any_size(scale: float, dropout: float) -> None:

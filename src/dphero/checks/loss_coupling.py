@@ -53,21 +53,27 @@ def coupling(loss: Any, rows: int, number: int) -> float:
     found = []
     for way in sorted({0, *(len(axes) - 1 for _, axes in placed)}):
         outputs = [(edge, axes[min(way, len(axes) - 1)]) for edge, axes in placed]
-        found.append(max(_coupled_somehow(ends, nodes, outputs, half) for half in halves(rows, number)))
+        found.append(_coupled_somehow(ends, nodes, outputs, halves(rows, number)))
     return min(found)  # where there are as many examples as columns, only what is coupled either way counts
 
 
 def _coupled_somehow(
-    ends: list[list[GradientEdge]], nodes: list[tuple[Any, int]], outputs: list[tuple[GradientEdge, int]], half: Tensor
+    ends: list[list[GradientEdge]],
+    nodes: list[tuple[Any, int]],
+    outputs: list[tuple[GradientEdge, int]],
+    ways: list[Tensor],
 ) -> float:
     try:
-        return _coupled(ends, nodes, outputs, half)
+        return _coupled(ends, nodes, outputs, ways)
     except (RuntimeError, NotImplementedError):  # some functions can be differentiated but once
-        return _coupled_backwards(ends, outputs, half)
+        return max(_coupled_backwards(ends, outputs, half) for half in ways)
 
 
 def _coupled(
-    ends: list[list[GradientEdge]], nodes: list[tuple[Any, int]], outputs: list[tuple[GradientEdge, int]], half: Tensor
+    ends: list[list[GradientEdge]],
+    nodes: list[tuple[Any, int]],
+    outputs: list[tuple[GradientEdge, int]],
+    ways: list[Tensor],
 ) -> float:
     """Move the outputs of one half, then of the other, and see which terms answer.
 
@@ -77,27 +83,26 @@ def _coupled(
     probes = [_zeros(edge).requires_grad_() for edge in flat]
     edges = [edge for edge, _ in outputs]
     back = torch.autograd.grad(flat, edges, probes, create_graph=True, allow_unused=True)
-    answers: list[list[Tensor | None]] = []
-    for which in (half, ~half):
-        moved = [
-            (gradient * _weights(gradient)).index_select(axis, which.nonzero()[:, 0].to(gradient.device)).sum()
-            for gradient, (_, axis) in zip(back, outputs, strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
-        if not moved:
-            return 0.0
-        total = torch.stack([each.double() for each in moved]).sum()
-        answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
-    largest, position = 0.0, 0
-    for (node, index), edges in zip(nodes, ends, strict=True):
-        sizes = []
-        for answer in answers:
-            parts = [each for each in answer[position : position + len(edges)] if each is not None]
-            sizes.append(_sizes(parts, kind_of(node) if index < 0 else ""))
-        position += len(edges)
-        first, second = sizes
-        if first is not None and second is not None and first.shape == second.shape:
-            largest = max(largest, _shared(first, second))
+    largest = 0.0
+    for half in ways:
+        answers = []
+        for which in (half, ~half):
+            moved = [
+                (gradient * _weights(gradient)).index_select(axis, which.nonzero()[:, 0].to(gradient.device)).sum()
+                for gradient, (_, axis) in zip(back, outputs, strict=True)
+                if gradient is not None and gradient.requires_grad
+            ]
+            if not moved:
+                return 0.0
+            total = torch.stack([each.double() for each in moved]).sum()
+            answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
+        position = 0
+        for (node, index), own in zip(nodes, ends, strict=True):
+            parts = [answer[position : position + len(own)] for answer in answers]
+            first, second = (_sizes(part, kind_of(node) if index < 0 else "") for part in parts)
+            position += len(own)
+            if first is not None and second is not None and first.shape == second.shape:
+                largest = max(largest, _shared(first, second))
     return largest
 
 
@@ -108,8 +113,9 @@ def _shared(first: Tensor, second: Tensor) -> float:
     return float(share.max()) if share.numel() else 0.0
 
 
-def _sizes(parts: Sequence[Tensor], fused: str) -> Tensor | None:
+def _sizes(answers: Sequence[Tensor | None], fused: str) -> Tensor | None:
     """Return how strongly each term answers; what goes into a fused loss together is one term."""
+    parts = [each for each in answers if each is not None]
     if not parts:
         return None
     shapes = {part.shape for part in parts}
