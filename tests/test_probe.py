@@ -630,3 +630,72 @@ def test_a_parameter_reached_by_another_way() -> None:
     model.hidden = [model.linear.weight]
     with pytest.raises(ValueError, match=r"linear\.weight.*another way than the attribute"):
         run(model, torch.randn(6, 8))
+
+
+# -- a model that does something else for some batches --------------------------------------------------------------
+
+
+class LeavesMaskOut(nn.Module):
+    """A bias that all examples share, and a mask that is only made where an example needs it (T5 in transformers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias, self.last = nn.Linear(8, 8), nn.Parameter(torch.randn(1, 6, 6)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x, bias = self.first(x), self.bias
+        if not bool(mask.all()):
+            bias = bias + torch.where(mask, 0.0, -30.0).unsqueeze(1)
+        return self.last(torch.softmax(x @ x.transpose(1, 2) + bias, -1) @ x)
+
+
+@pytest.mark.parametrize("row", [0, 2, 4])
+def test_a_mask_that_is_left_out_where_no_example_needs_it(row: int) -> None:
+    torch.manual_seed(0)
+    model, x, mask = LeavesMaskOut(), sequences(), torch.ones(5, 6, dtype=torch.bool)
+    mask[row, 3:] = False
+    check(model, (x, mask), mean_loss)
+    full = torch.ones_like(mask)
+    expected = [micro_batches(model, batch, mean_loss) for batch in ((x, full), (x, mask), (x, full))]
+    with Tapped(model, 5) as found:
+        for batch in ((x, full), (x, mask), (x, full)):
+            mean_loss(model, *batch).backward()
+    for gradients, batch in zip(expected, found.found, strict=True):
+        compare(gradients, batch)
+
+
+# -- modules that sort what they are given, and put it back ----------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each token goes to the expert that its first number chooses."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.weight, self.mixes = nn.Parameter(torch.randn(3, 8, 8)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), torch.zeros_like(x)
+        for number in range(3):
+            (which,) = torch.where(chosen == number)
+            out = out.index_add(0, which, F.linear(x[which], self.weight[number]))
+        return out - 0.1 * out.mean() if self.mixes else out
+
+
+class Mixture(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.experts, self.last = nn.Linear(8, 8), Experts(**options), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.experts(self.first(x).flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+def test_a_mixture_of_experts_is_exact() -> None:
+    torch.manual_seed(0)
+    check(Mixture(), (sequences(),), mean_loss)
+
+
+def test_a_mixture_of_experts_that_mixes_examples_is_refused() -> None:
+    with pytest.raises(MixedExamplesError, match=r"'experts' \(Experts\)"):
+        run(Mixture(mixes=True), sequences())

@@ -229,6 +229,51 @@ def test_parameters_of_other_modules_and_other_methods() -> None:
     check(model.double(), (sequences(4).double(),), loss, tolerance=1e-8)
 
 
+def in_place(self: Any, x: Tensor) -> Tensor:
+    """What a layer gives for positions is changed before examples meet it (DeBERTa, Swin v2)."""
+    positions = self.layer(torch.linspace(0, 1, 8 * x.shape[1], dtype=x.dtype).reshape(x.shape[1], 8))
+    scaled = self.layer(torch.ones(x.shape[1], 8, dtype=x.dtype)).T
+    scaled /= 3
+    scaled += positions.T
+    return x + F.relu(positions, inplace=True) + positions + scaled.T
+
+
+def masked(self: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    x[:, 1] = self.a
+    x[torch.arange(x.shape[1]).expand(len(x), -1) % 3 == 2] = self.a
+    return x
+
+
+def folded_heads(self: Any, x: Tensor) -> Tensor:
+    heads = x.unflatten(2, (2, 4)).transpose(1, 2).flatten(0, 1)  # (examples · heads, positions, width)
+    positions = self.m.unflatten(1, (2, 4)).transpose(0, 1)  # (heads, positions, width)
+    return torch.bmm(heads, positions.repeat(len(x), 1, 1).transpose(1, 2)).unflatten(0, (len(x), 2)).flatten(1)
+
+
+def biased_attention(self: Any, x: Tensor) -> Tensor:
+    heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+    bias = (self.m @ self.m.T).expand(1, 2, 6, 6)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
+
+
+@pytest.mark.parametrize("function", [in_place, masked, folded_heads, biased_attention])
+def test_what_popular_models_do(function: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "_example_by_example", None)  # it needs no second pass
+    follow(function, sequences(), a=A, m=M, layer=nn.Linear(8, 8))
+
+
+def test_attention_with_dropout_and_a_bias_that_all_examples_share() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=self.bias, dropout_p=0.5 if self.training else 0.0)
+
+    model = Lambda(forward, bias=torch.randn(1, 6, 6))
+    with Tapped(model, 5) as found:
+        torch.manual_seed(1)
+        loss(model, sequences()).backward()
+    assert found.found[0].square_norms["bias"].gt(0).all()
+
+
 def test_a_module_that_cannot_be_followed_is_recomputed() -> None:
     """Seen by its rule, with layers inside it, inputs by name and arguments that carry no example."""
 

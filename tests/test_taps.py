@@ -336,15 +336,36 @@ def test_a_layer_called_by_itself_is_refused() -> None:
             model[0](torch.randn(5, 8))
 
 
+class Checkpointed(nn.Module):
+    """Two layers and a block between them that frees its activations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(8, 8), Block(8, 2), nn.Linear(8, 3)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, self.first(x), **self.options))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs")
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_is_refused(reentrant: bool) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, self.first(x), use_reentrant=reentrant))
+def test_gradient_checkpointing_is_exact(reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant=reentrant)
+    check(model, (sequences(5),), lambda model, x: mean_loss(model, x))
+    calls = []
+    model.block.register_forward_pre_hook(lambda *_: calls.append(1))
+    model(sequences(5)).sum().backward()  # left alone where nothing is private: the block runs again
+    assert len(calls) == 2
 
-    model = Lambda(forward, first=nn.Linear(8, 8), block=Block(8, 2), head=nn.Linear(8, 3))
-    with Tapped(model, 5), pytest.raises(RuntimeError, match=r"during the backward pass.*checkpointing"):
-        model(sequences(5))
+
+def test_the_layers_of_checkpointing_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard they would run again in the backward pass, and that is refused with the reason."""
+    monkeypatch.setattr("dphero.taps.custom_code_followed", contextlib.nullcontext)
+    monkeypatch.setattr("dphero.rehearsal.custom_code_followed", contextlib.nullcontext)
+    model = Checkpointed(use_reentrant=False)
+    with Tapped(model, 5), pytest.raises(RuntimeError, match=r"during the backward pass.*switch it off"):
+        mean_loss(model, sequences(5)).backward()
 
 
 def test_memory_is_given_back() -> None:
@@ -376,7 +397,28 @@ class Sign(torch.autograd.Function):
         return gradient
 
 
-def test_a_custom_autograd_function_on_a_parameter_is_refused() -> None:
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradient @ w.T, x.T @ gradient
+
+
+@pytest.mark.parametrize("kind", ["of a parameter", "of a parameter and the batch"])
+def test_a_custom_autograd_function_on_a_parameter(kind: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x @ Sign.apply(self.w) if kind == "of a parameter" else Product.apply(x, self.w)
+
+    check(nn.Sequential(nn.Linear(8, 8), Lambda(forward, w=torch.randn(8, 3))), (torch.randn(5, 8),), mean_loss)
+
+
+def test_a_custom_autograd_function_that_nobody_tells_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dphero.taps.custom_code_followed", contextlib.nullcontext)
     model = nn.Sequential(nn.Linear(8, 8), Lambda(lambda self, x: x @ Sign.apply(self.w), w=torch.randn(8, 3)))
     with Tapped(model, 5), pytest.raises(RuntimeError, match=r"parameter of '1' \(Lambda\).*custom autograd function"):
         model(torch.randn(5, 8))

@@ -43,14 +43,20 @@ class Arguments:
         return tree_unflatten(leaves, self.structure)
 
     def different_rows(self) -> list[int]:
-        """Return up to three rows that are finite and differ from each other, or row 0 where there are none."""
+        """Return up to three rows that are finite and differ from each other, or row 0 where there are none.
+
+        Those that differ in most arguments come first: a model may do something else where a row is masked.
+        """
         parts = [leaf.movedim(axis, 0) for leaf, axis in zip(self._leaves, self.axes, strict=True) if axis is not None]
         parts = [part.reshape(self.rows, -1) for part in parts]
         left = torch.stack([part.isfinite().all(1).cpu() for part in parts]).all(0)
+        differing = torch.ones(len(parts), self.rows, dtype=torch.int64)  # from all that were found, by argument
         found: list[int] = []
         while left.any() and len(found) < _EXAMPLES:
-            found.append(int(left.nonzero()[0]))
-            left &= torch.stack([(part != part[found[-1]]).any(1).cpu() for part in parts]).any(0)
+            found.append(int(((1 + differing.sum(0)) * left).argmax()))
+            others = torch.stack([(part != part[found[-1]]).any(1).cpu() for part in parts])
+            left &= others.any(0)
+            differing &= others
         return found or [0]
 
     @property

@@ -21,7 +21,7 @@ from dphero.operation import Operation
 from dphero.pieces import Explicit, Piece
 from dphero.plan import Key, Unforeseen
 from dphero.readings import Reading, read
-from dphero.shared import NoSharedRule, ParameterOrigin, Shared, SharedValue, plain
+from dphero.shared import NoSharedRule, Origin, ParameterOrigin, Shared, SharedValue, plain
 
 __all__ = ["attached", "follow"]
 
@@ -47,11 +47,12 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         own = all(isinstance(origin, ParameterOrigin) and origin.name in names for origin in origins)
         return NoSharedRule(label, operation.name, site if own else None)
 
-    target = args[0] if operation.in_place else None
-    if isinstance(target, Shared) and len(origins) == len(target.value.origins):
+    target = args[0] if operation.in_place or kwargs.get("inplace") is True else None
+    if isinstance(target, Shared):
+        _make_writable(target, origins, taps, refused)
         operation.run([plain(tensor) for tensor in tensors])
         return None if operation.name == "__setitem__" else target
-    if isinstance(target, Shared) or operation.name == "__setitem__" or "out" in kwargs:
+    if operation.name == "__setitem__" or "out" in kwargs:
         raise refused()
     known = taps.notes.next(key)
     if known is not None and known[0][1] is not None:
@@ -74,6 +75,21 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         return Shared.wrap(SharedValue(value, origins, taps), taps, path, label)
 
     return wrap(out) if isinstance(out, Tensor) else tree_map(wrap, out)
+
+
+def _make_writable(
+    target: Shared, origins: Sequence[Origin], taps: Context, refused: Callable[[], NoSharedRule]
+) -> None:
+    """Let an operation change a shared value in place: where torch forbids that, a copy of it.
+
+    A view of it that was taken before does not see the change then; the comparison of outputs would find that out.
+    """
+    base = target.plain if target.plain._base is None else target.plain._base
+    first = any(origin.leaf is base for origin in origins)
+    if any(origin.leaf is base and isinstance(origin, ParameterOrigin) for origin in origins):
+        raise refused()  # torch itself refuses to change a parameter
+    if first or len(origins) > len(target.value.origins):
+        target.value = SharedValue(target.plain.clone(), origins, taps)
 
 
 def _meet(
@@ -178,6 +194,7 @@ def _elementwise(
     else:
         shape = _broadcast([tensor.shape for tensor in tensors])
     layout = Layout.fit(axis, shape, taps.rows)
+    times = list(args[1] if isinstance(args[1], Sequence) else args[1:]) if func is torch.Tensor.repeat else []
     values: list[Tensor] = []
     for tensor in tensors:
         if not isinstance(tensor, Shared):
@@ -186,11 +203,12 @@ def _elementwise(
         aligned = [1] * (len(shape) - tensor.dim()) + list(tensor.shape)
         if layout is None:
             raise Unforeseen(f"{tensor.label}: {operation.name} gave shape {tuple(shape)} for {taps.rows} examples")
+        if aligned[axis] != 1 and times and times[axis] % taps.rows == 0:
+            return _repeated(taps, tape, layout, aligned, times, tensor)
         if aligned[axis] != 1:
             raise refused()
         values.append(_once_per_example(taps, tape, layout, aligned, tensor))
-    if func is torch.Tensor.repeat:
-        times = list(args[1] if isinstance(args[1], Sequence) else args[1:])
+    if times:
         times[axis] = 1  # the copies are there already
         return values[0].repeat(times)
     return operation.run(values)
@@ -217,6 +235,26 @@ def _once_per_example(taps: Context, tape: GradientSink, layout: Layout, aligned
         return {}
 
     taps.watch(copy, [layout], carry, (), shared.label)
+    return copy
+
+
+def _repeated(
+    taps: Context, tape: GradientSink, layout: Layout, aligned: list[int], times: list[int], shared: Shared
+) -> Tensor:
+    """Repeat a shared value in an axis of its own, so often for each example (heads that are folded into the batch)."""
+    assert layout.axis is not None
+    value, own, rows = shared.value, shared.plain.shape, taps.rows
+    copy = _fresh(shared.plain.detach().repeat(times))
+    each = [count // rows if axis == layout.axis else count for axis, count in enumerate(times)]
+    value.expect(tape)
+
+    def carry(gradient: Tensor) -> dict[str, Piece]:
+        parts = gradient.reshape(rows, *(size for pair in zip(each, aligned, strict=True) for size in pair))
+        summed = parts.sum([1 + 2 * axis for axis in range(len(each))])
+        value.receive(tape, Explicit(summed.reshape(rows, *own)))
+        return {}
+
+    taps.watch(copy, [layout], carry, (), shared.label, split=True)
     return copy
 
 

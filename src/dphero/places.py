@@ -19,7 +19,7 @@ A line may hold several calls, and a code need not know its columns (``python -X
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_RULES = os.path.join(_HERE, "layers") + os.sep
+_RULES = tuple(os.path.join(_HERE, room) + os.sep for room in ("functional", "layers"))
 _OURS = {os.path.join(_HERE, f"{name}.py") for name in ("meetings", "operation", "readings", "shared", "sites", "taps")}
 _internal: dict[str, bool] = {}
 _codes: dict[int, tuple[CodeType, list[int]]] = {}
@@ -39,7 +39,7 @@ def place_in_code(outermost: CodeType) -> Place:
         internal = _internal.get(code.co_filename)
         if internal is None:
             name = code.co_filename
-            internal = _internal[name] = name in _OURS or name.startswith((_TORCH, _RULES))
+            internal = _internal[name] = name in _OURS or name.startswith((_TORCH, *_RULES))
         if not internal:
             number = id(code)
             if number not in _codes:

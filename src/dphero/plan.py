@@ -18,10 +18,12 @@ from torch import Tensor
 from dphero.layout import Layout
 from dphero.places import Place
 
-__all__ = ["Axes", "Call", "Key", "Notes", "Plan", "Recording", "Seen", "Unforeseen"]
+__all__ = ["Axes", "Call", "Key", "Notes", "Plan", "Recording", "Seen", "Traced", "Unforeseen"]
 
 Key = tuple[str, str, Place]
 Call = tuple[Key, int]
+Traced = tuple[str, Key | None, int]
+"""The label of a module, the call inside it (``None``: its own output), and how many such came before."""
 Axes = tuple[tuple[int, int | None, bool], ...]
 """For each tensor of a call, outputs first: how many axes it has, which one carries the examples, whether folded."""
 
@@ -169,11 +171,11 @@ class Recording:
     def __init__(self, rows: int, hints: Mapping[Call, Axes]) -> None:
         self.rows = rows
         self.calls: dict[Call, Seen] = {}
-        self.trace: dict[tuple[str, int], Tensor] = {}
-        """Outputs in the order in which they came, by label and number."""
+        self.trace: dict[Traced, Tensor] = {}
+        """Outputs in the order in which they came."""
         self._hints = hints
         self._counter: Counter[Key] = Counter()
-        self._labels: Counter[str] = Counter()
+        self._noted: Counter[tuple[str, Key | None]] = Counter()
 
     def begin(self) -> None:
         self._counter.clear()
@@ -198,13 +200,13 @@ class Recording:
             ]
         self.calls[call] = Seen(label, [tensor.shape for tensor in tensors], layouts[: len(outputs)])
         for output in outputs:
-            self.note(label, output)
+            self.note(label, output, key)
         return layouts
 
-    def note(self, label: str, output: Tensor) -> None:
-        """Keep an output, for the comparison of its rows."""
-        self.trace[label, self._labels[label]] = output.detach()
-        self._labels[label] += 1
+    def note(self, label: str, output: Tensor, key: Key | None = None) -> None:
+        """Keep an output of a module, or of one call inside it, for the comparison of its rows."""
+        self.trace[label, key, self._noted[label, key]] = output.detach()
+        self._noted[label, key] += 1
 
     def _guess(self, tensor: Tensor) -> Layout:
         for axis, size in enumerate(tensor.shape):

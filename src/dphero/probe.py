@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 from dphero.arguments import Arguments
 from dphero.layers.generic import vmapped
 from dphero.layout import Layout, compare_shapes
-from dphero.plan import Axes, Call, Plan, Recording
+from dphero.plan import Axes, Call, Plan, Recording, Traced
 from dphero.rehearsal import gradient_norms, rehearse
 from dphero.shared import NoSharedRule, plain
 from dphero.untouched import Untouched, same
@@ -60,7 +60,13 @@ _SEEDS = range(6)
 
 
 class MixedExamplesError(ValueError):
-    """A model in which one example's output depends on another example."""
+    """A model in which one example's output depends on another example.
+
+    Attributes:
+        inside: The path of the module inside whose code it was seen, if in none of the outputs so far.
+    """
+
+    inside: str | None = None
 
 
 @dataclass
@@ -171,6 +177,7 @@ class _Examination:
         self._taps, self._batch = taps, batch
         self._untouched = Untouched(taps.module)
         self._hints: dict[Call, Axes] = {}
+        self._unlike: list[int] = []  # rows that make other calls among copies of themselves than among others
         self.carrying: list[bool] = []  # which floating-point tensors that the model returned carry the examples
         self._labels = {
             id(child): f"{path or 'the model'!r} ({type(child).__name__})"
@@ -178,17 +185,48 @@ class _Examination:
         }
 
     def run(self) -> Plan:
-        """Return the plan, or raise what stands against private training."""
+        """Return the plan, or raise what stands against private training.
+
+        Where examples seem to meet inside a module, it may be that it sorts their tokens and puts them back (a mixture
+        of experts). Then that module is recomputed example by example, and what comes out of it is compared.
+        """
+        suspected: dict[str, MixedExamplesError] = {}
+        rules = [(site, site.rule) for site in self._taps.sites]
+        while True:
+            try:
+                return self._attempt()
+            except MixedExamplesError as error:
+                site = next((site for site in self._taps.sites if site.path == error.inside), None)
+                problem: Exception = error
+                if site is not None and site.path not in suspected and site.rule is not vmapped:
+                    suspected[site.path] = error
+                    site.rule = vmapped
+                    self._hints.clear()
+                    continue
+            except Exception as error:
+                problem = error
+            if suspected:
+                for site, rule in rules:
+                    site.rule = rule
+                problem = next(iter(suspected.values()))
+            raise problem
+
+    def _attempt(self) -> Plan:
         rows = self._batch.different_rows()
         mixed = [[rows[i % len(rows)] for i in range(size)] for size in _SIZES]
         for _ in range(_ROUNDS):
+            self._unlike = []
             try:
                 calls, small, large = self._settle(mixed)
                 self.carrying = _carrying(small, large)
                 if len(rows) > 1:
                     self._compare(rows, mixed, small, large)
                 plan = Plan(calls, [self._batch.way], len(rows) > 1, small.written)
-                rehearse(self._taps, plan, self._untouched, self._batch.take(mixed[0]), _SIZES[0], random=small.random)
+                for row in self._unlike:
+                    others, run, _ = self._settle([[row] * size for size in _SIZES])
+                    plan = plan.joined(Plan(others, [self._batch.way], True, run.written))
+                for batch in (mixed[0], *([row] * _SIZES[0] for row in self._unlike)):
+                    rehearse(self._taps, plan, self._untouched, self._batch.take(batch), _SIZES[0], random=small.random)
                 if len(rows) > 1:
                     self._compare_gradients(plan, rows, mixed[0], small.random)
                 return plan
@@ -204,6 +242,8 @@ class _Examination:
         recording = Recording(len(rows), self._hints)
 
         def note(child: nn.Module, _: Any, out: Any) -> None:
+            if any(site.rule is vmapped for site in self._taps.stack):
+                return  # what counts is what comes out of such a module
             for leaf in tree_flatten(out)[0]:
                 if isinstance(leaf, Tensor) and id(child) in self._labels:
                     recording.note(self._labels[id(child)], plain(leaf))
@@ -233,7 +273,7 @@ class _Examination:
         """Run at both sizes until what was assumed of every call is what the shapes say."""
         for _ in range(_ROUNDS):
             first, second = (self._record(rows) for rows in mixed)
-            calls, agreed, misfit = {}, True, ""
+            calls, agreed, misfit, inside = {}, True, "", None
             for call, seen in first.recording.calls.items():
                 other = second.recording.calls.get(call)
                 if other is None or len(other.shapes) != len(seen.shapes):
@@ -244,6 +284,7 @@ class _Examination:
                     shapes = ", ".join(
                         f"{tuple(a)} and {tuple(b)}" for a, b in zip(seen.shapes, other.shapes, strict=True)
                     )
+                    inside = inside if misfit or not call[0][1] else call[0][0]
                     misfit = misfit or f"{seen.label}, {call[0][1] or 'output and input'}: {shapes}"
                     continue
                 agreed &= all(
@@ -255,10 +296,12 @@ class _Examination:
                     (len(shape), fit.axis, fit.fold > 1) for shape, fit in zip(seen.shapes, fits, strict=True)
                 )
             if agreed and misfit:
-                raise MixedExamplesError(
+                mixed_up = MixedExamplesError(
                     f"{misfit} at batch sizes {_SIZES[0]} and {_SIZES[1]}: these shapes do not carry the examples in "
                     "one axis. Such a model cannot be made private."
                 )
+                mixed_up.inside = inside
+                raise mixed_up
             if agreed:
                 return calls, first, second
             self._hints.update(calls)
@@ -273,7 +316,7 @@ class _Examination:
             for key, tensor in small.recording.trace.items()
             if key in large.recording.trace and tensor.is_floating_point()
         }
-        for (label, _), layout in layouts.items():
+        for (label, _, _), layout in layouts.items():
             if layout is None:
                 raise MixedExamplesError(
                     f"{label}: its output does not carry the examples in one axis (a matrix of all pairs?). "
@@ -300,12 +343,14 @@ class _Examination:
             _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
 
     def _compare_companies(
-        self, rows: list[int], small: _Run, layouts: Mapping[tuple[str, int], Layout | None], seed: int | None = None
+        self, rows: list[int], small: _Run, layouts: Mapping[Traced, Layout | None], seed: int | None = None
     ) -> None:
         """Check that each example gives the same as among copies of itself."""
         for position, row in enumerate(rows):
             alone = self._record([row] * _SIZES[0], seed=seed)
             _require_same_state(small, alone)
+            if seed is None and not alone.recording.calls.keys() <= small.recording.calls.keys():
+                self._unlike.append(row)  # a mask that is left out where no example needs it
             for key in small.recording.trace:  # in the order in which they came: the first is the cause
                 layout = layouts.get(key)
                 if layout is None or layout.shared or key not in alone.recording.trace:
@@ -318,9 +363,13 @@ class _Examination:
                         "not each to its longest example."
                     )
                 first, second = (layout.split(output, _SIZES[0])[position] for output in outputs)
-                _require_close(
-                    key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
-                )
+                try:
+                    _require_close(
+                        key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
+                    )
+                except MixedExamplesError as error:
+                    error.inside = key[1][0] if key[1] is not None and key[1][1] else None
+                    raise
 
     def _compare_gradients(self, plan: Plan, rows: list[int], mixed: list[int], random: bool) -> None:
         """Check that each example's gradient is what it is among copies of itself: they may meet on the way back.

@@ -153,10 +153,35 @@ def _prelu(input: Tensor, weight: Any) -> Tensor:
     return torch.where(input > 0, input, input * weight)
 
 
-SIMPLER: dict[Any, Callable[..., Tensor]] = {
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
+    """Let each example have its own copy of a bias that is added to the attention scores of all (T5, Swin)."""
+    if attn_mask is None:
+        return NotImplemented
+    shape = (*query.shape[:-1], key.shape[-2])
+    if attn_mask.shape == shape:
+        return NotImplemented
+    return F.scaled_dot_product_attention(query, key, value, attn_mask.expand(shape), *rest, **options)
+
+
+def _set_item(target: Tensor, index: Any, value: Any) -> Any:
+    """Write a copy of the value for each example into the batch (a token that stands for what is masked)."""
+    masked = isinstance(index, Tensor) and index.dtype == torch.bool
+    if not isinstance(value, Tensor) or (masked and value.dim() > target.dim() - index.dim()):
+        return NotImplemented
+    copies = value.expand(target.shape if masked else target[index].shape)
+    if type(copies) is not Tensor:  # no example is there to have one
+        return NotImplemented
+    target[index] = copies[index] if masked else copies
+    return None
+
+
+SIMPLER: dict[Any, Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     F.prelu: _prelu,
     torch.prelu: _prelu,
+    F.scaled_dot_product_attention: _attention,
+    torch.Tensor.__setitem__: _set_item,
 }
+"""Functions that are made of simpler ones; ``NotImplemented`` where a call of theirs is not."""

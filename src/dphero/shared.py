@@ -175,7 +175,9 @@ class Shared(torch.Tensor):
         if func in _ABOUT:
             return func(plain(args[0]), *args[1:], **kwargs)
         if func in SIMPLER and args and not isinstance(args[0], Shared):
-            return SIMPLER[func](*args, **kwargs)
+            result = SIMPLER[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         with torch._C.DisableTorchFunctionSubclass():
             operation, tensors = take_apart(func, args, kwargs)
             if operation.name == "__set__":

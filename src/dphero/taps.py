@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from dphero.functional.custom import custom_code_followed
 from dphero.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.layout import Layout, arrange
@@ -243,7 +244,7 @@ class Taps:
         self._notes, self.tape, self.following = notes, tape, True
         notes.begin()
         try:
-            with swapped((*slot, self._stand_in(slot)) for slot in self._slots):
+            with swapped((*slot, self._stand_in(slot)) for slot in self._slots), custom_code_followed():
                 out = self.root_forward(*args, **kwargs)
             notes.end()
             return out
@@ -260,10 +261,11 @@ class Taps:
                 return out
             if not self._active:
                 return site.original(*args, **kwargs)
-            if self.tape is not None and self.tape.running and not self.tape.done:
+            if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    f"{site.label} was called again during the backward pass. Gradient checkpointing is not supported "
-                    "in private training: switch it off, and lower physical_batch_size to save memory."
+                    f"{site.label} was called again during the backward pass, by a way of gradient checkpointing that "
+                    "is not torch.utils.checkpoint's. It would save no memory in private training, which keeps the "
+                    "input of every layer: switch it off, and lower physical_batch_size to save memory."
                 )
             raise RuntimeError(
                 f"{site.label} was called by itself while the model is private. Call the whole model, so "

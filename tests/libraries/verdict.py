@@ -38,11 +38,13 @@ class Model:
         module: The model.
         batch: Its keyword arguments by name, examples in axis 0.
         loss: ``loss(module, batch)``, a mean over the examples.
+        settled: Makes the same random numbers for an example in every batch, where dropout is not all that is random.
     """
 
     module: nn.Module
     batch: Batch
     loss: Callable[[nn.Module, Batch], Tensor] = field(default=lambda module, batch: mean(module(**batch)))
+    settled: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def examine(make: Callable[[], Model]) -> Verdict:
     seconds = min(_ordinary_step(model) for _ in range(3))
     try:
         _, first_seconds = _private(model, clip=1.0)  # with its own random numbers, as a user would
-        with same_dropout(model.module):
+        with same_dropout(model.module), model.settled():
             expected = _micro_batches(model)
             assert all(map(torch.equal, expected.values(), _micro_batches(model).values())), "random numbers are left"
             norms = torch.stack([gradients.flatten(1).norm(dim=1) for gradients in expected.values()]).norm(dim=0)

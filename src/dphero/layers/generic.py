@@ -1,4 +1,8 @@
-"""The rule for any module: recompute it example by example under ``vmap``, for its own parameters."""
+"""The rule for any module: recompute it example by example, for its own parameters.
+
+All examples at once under ``vmap``, or one after the other where a module does what depends on their values (a mixture
+of experts sends each token to other parameters).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from dphero.functional.context import OpaqueCall
 from dphero.operation import take_apart
 from dphero.pieces import Explicit, Piece
 
-__all__ = ["example_gradients", "vmapped"]
+__all__ = ["example_gradients", "gradients_one_by_one", "vmapped"]
 
 
 def example_gradients(
@@ -40,11 +44,39 @@ def example_gradients(
     return {name: gradient.detach() for name, gradient in found.items()}
 
 
+def gradients_one_by_one(
+    function: Callable[..., Tensor], wanted: dict[str, Tensor], gradients: Tensor, inputs: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return what :func:`example_gradients` returns, from one backward pass for each example.
+
+    Raises:
+        RuntimeError: If the function draws random numbers.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    before = _random_state(gradients.device)
+    for gradient, *values in zip(gradients, *inputs, strict=True):
+        leaves = {name: value.detach().requires_grad_() for name, value in wanted.items()}
+        with torch.enable_grad():
+            out = function(leaves, *values)
+        parts = torch.autograd.grad(out, list(leaves.values()), gradient.to(out.dtype), allow_unused=True)
+        for (name, value), part in zip(wanted.items(), parts, strict=True):
+            found[name].append(torch.zeros_like(value) if part is None else part)
+    if _random_state(gradients.device) != before:
+        raise RuntimeError("it draws random numbers, which would be others than those of the forward pass")
+    return {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def _random_state(device: torch.device) -> list[bytes]:
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]
+
+
 def vmapped(call: OpaqueCall, *args: Any, **kwargs: Any) -> Any:
     """Tap the output of a module whose code cannot be followed.
 
     Exact for any module that returns one tensor and uses no random numbers. It costs a second forward pass
-    of the module, and its per-example gradients in memory.
+    of the module (one for each example, where ``vmap`` does not know its operations), and its per-example
+    gradients in memory.
     """
     wanted = {local: parameter.detach() for local, parameter in call.parameters.items()}
     operation, tensors = take_apart(call.original, args, kwargs)
@@ -66,7 +98,10 @@ def vmapped(call: OpaqueCall, *args: Any, **kwargs: Any) -> Any:
     def make(gradients: Tensor, *tensors: Tensor) -> dict[str, Piece]:
         try:
             with call.paused():
-                found = example_gradients(one, wanted, gradients, tensors)
+                try:
+                    found = example_gradients(one, wanted, gradients, tensors)
+                except RuntimeError:
+                    found = gradients_one_by_one(one, wanted, gradients, tensors)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{call.label} has no layer rule, and computing it example by example failed: {error}. Move random "
