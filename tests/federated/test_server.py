@@ -12,7 +12,7 @@ from dphero import experiments
 from dphero.accounting import Ledger
 from dphero.experiments import Interrupted, RunDirectory
 from dphero.experiments.prediction import Predictor
-from dphero.federated import strategies
+from dphero.federated import rounds, strategies
 from dphero.federated.client import Client
 from dphero.federated.server import Server
 from dphero.federated.settings import Federation
@@ -188,7 +188,7 @@ def test_a_malicious_update_is_rejected_and_named(attack, digits, tmp_path):
 
 @pytest.mark.parametrize("attack", ["NaN", "huge"])
 def test_without_the_check_the_attack_succeeds(attack, digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(strategies, "problem_with", lambda *args, **options: None)
+    monkeypatch.setattr(rounds, "problem_with", lambda *args, **options: None)
     directory = begin(tmp_path / "run", Federation(clients=3, sampled=3, rounds=1))
 
     def spoil(number, asked, reply):
@@ -267,9 +267,9 @@ def test_nobody_answers_and_the_model_stays(digits, tmp_path):
 
 def test_fedavg_weighs_by_records():
     """Two clients by hand: (100 · 1 + 300 · 5) / 400 = 4."""
-    federation, roster = Federation(clients=2, sampled=2, rounds=1), strategies.Roster(names={1: "a", 2: "b"})
-    strategy = strategies.make_strategy(federation, roster)
-    strategy._model = {"w": np.zeros(3, np.float32)}
+    federation, roster = Federation(clients=2, sampled=2, rounds=1), rounds.Roster(names={1: "a", 2: "b"})
+    strategy = strategies.make_strategy(federation, roster, experiments.resolve(SETTINGS))
+    strategy.model = {"w": np.zeros(3, np.float32)}
     asked = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in (1, 2)]
     replies = []
     for message, value, weight in zip(asked, (1.0, 5.0), (100.0, 300.0), strict=True):

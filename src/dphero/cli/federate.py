@@ -46,15 +46,25 @@ def federate(
     alpha: Annotated[float, typer.Option(help="Of dirichlet: small values give each client few classes.")] = 0.5,
     shards: Annotated[int, typer.Option(min=1, help="Of shards: pieces of one label that a client gets.")] = 2,
     strategy: Annotated[
-        Literal["fedavg", "fedprox"], typer.Option(help="How the server puts updates together.")
+        Literal["fedavg", "fedprox", "scaffold", "fednova"], typer.Option(help="How the server puts updates together.")
     ] = "fedavg",
     proximal_mu: Annotated[float, typer.Option(help="Of fedprox: how strongly clients are pulled back.")] = 0.1,
+    controls: Annotated[
+        Literal["update", "gradient"],
+        typer.Option(
+            help="Of scaffold: control variates from the update (free), or a gradient of their own (charged)."
+        ),
+    ] = "update",
     weights: Annotated[
         Literal["records", "equal"], typer.Option(help="Weigh updates by clients' public numbers of records, or equal.")
     ] = "records",
     participations: Annotated[
         int | None, typer.Option(min=1, help="Rounds that a client's budget lasts for; the average unless given.")
     ] = None,
+    client_noise_multiplier: Annotated[
+        float | None, typer.Option(help="Noise of the server, for a guarantee to whole clients.")
+    ] = None,
+    client_clip: Annotated[float, typer.Option(help="The longest update that then counts in full.")] = 1.0,
     epsilon: Annotated[float | None, typer.Option(help="Each client's budget for all rounds together.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="The noise; the privacy loss follows.")] = None,
     delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
@@ -115,7 +125,10 @@ def federate(
         "shards": shards,
         "strategy": strategy,
         "proximal_mu": proximal_mu,
+        "controls": controls,
         "weights": weights,
+        "client_noise_multiplier": client_noise_multiplier,
+        "client_clip": client_clip,
         "participations": participations,
     }
     result = _run(given, federation, out, resume, trust, workers)
@@ -214,4 +227,7 @@ def _show(result: dict[str, Any]) -> None:
     table.add_row("kept in", result["run"])
     screen, title = console(), Text(f"Test accuracy {result['accuracy']:.2%}", style="bold")
     screen.print(Panel(table, title=title, title_align="left", expand=False))
-    screen.print((Path(result["run"]) / "statement.txt").read_text(encoding="utf-8"), end="")
+    for name in ("statement.txt", "statement-clients.txt"):
+        path = Path(result["run"]) / name
+        if path.exists():
+            screen.print(path.read_text(encoding="utf-8"))

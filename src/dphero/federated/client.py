@@ -8,85 +8,28 @@ drawn lots and error messages stay at home.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dphero.accounting import AdaptiveGaussian, Ledger, NoNoise, PoissonGaussian, calibrate_noise_multiplier, price
+from dphero.accounting import Ledger, PoissonGaussian, calibrate_noise_multiplier, price
 from dphero.data import Data
 from dphero.experiments.training import prepare
 from dphero.federated.client_files import ClientFiles, ClientState
+from dphero.federated.local_training import train_round
+from dphero.federated.requests import Answer, Declined, Request
 from dphero.federated.settings import Federation
-from dphero.methods import METHODS, Task, Trainer, make
-from dphero.methods.private import PrivateTrainer
-from dphero.methods.sgd import SGD, SGDTrainer
+from dphero.methods import METHODS, Task
+from dphero.methods.sgd import SGD
 from dphero.recipe import Recipe
 
 __all__ = ["Answer", "Client", "Declined", "Request", "require_federable", "spent"]
 
 logger = logging.getLogger(__name__)
-
-_ADD_UP = (PoissonGaussian, AdaptiveGaussian, NoNoise)
-"""Events of one round that are no concern of another's. (A shuffled epoch is: a second one of its number is free.)"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a server asks of a client.
-
-    Attributes:
-        round: The number of the round, from 1.
-        weights: The global model.
-        proximal_mu: Weight of FedProx's pull back to the global model; 0 for none.
-    """
-
-    round: int
-    weights: Mapping[str, Tensor]
-    proximal_mu: float = 0.0
-
-    @property
-    def digest(self) -> str:
-        """What the request is known by: the same request gets the same answer, any other one is a new release."""
-        found = hashlib.sha256(json.dumps([self.round, self.proximal_mu]).encode())
-        for name in sorted(self.weights):
-            value = self.weights[name].detach().cpu().contiguous()
-            found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            found.update(value.numpy().tobytes())
-        return found.hexdigest()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What leaves a client.
-
-    Attributes:
-        weights: The model after the client's training, noise included.
-        weight: Of this update in an average: the declared number of records, or 1.
-        steps: How many noisy steps it is made of.
-        epsilon: A bound on what all that ever left this client costs, at the client's own δ.
-        ledger: All that ever left this client.
-    """
-
-    weights: dict[str, Tensor]
-    weight: float
-    steps: int
-    epsilon: float
-    ledger: Ledger = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Declined:
-    """A client takes no part in a round: its budget would be exceeded."""
-
-    reason: str
 
 
 def spent(ledger: Ledger, recipe: Recipe, *, coarse: bool = False) -> float:
@@ -155,10 +98,11 @@ class Client:
             if state.answered == digest:
                 return self._again(state, digest)
             task = self._task(request)
-            sigma = self._noise_multiplier(state, task)
-            if self._exceeds(_joined(state.ledger, _planned(task, sigma))):
+            sigma = self._noise_multiplier(state, task, request)
+            if self._exceeds(_joined(state.ledger, _planned(task, sigma, self._releases(task, request)))):
                 return self._declined(state)
-            released, steps = self._trained(task, sigma, request)
+            own = self._own_control(state, request)
+            released, steps, control = train_round(task, sigma, request, own, self.federation.controls)
             ledger = _joined(state.ledger, released)
             if self._exceeds(ledger):  # what was charged decides, not what was planned
                 return self._declined(state)
@@ -168,9 +112,23 @@ class Client:
                 steps=steps,
                 epsilon=spent(ledger, self.recipe, coarse=True),
                 ledger=ledger,
+                control=None if control is None else {name: control[name] - own[name] for name in own},
             )
-            self.files.commit(ClientState(ledger, sigma, digest), _packed(answer))
+            stored = {"weights": answer.weights, "weight": answer.weight, "steps": steps, "control": answer.control}
+            self.files.commit(ClientState(ledger, sigma, digest), {**stored, "own_control": control})
             return answer
+
+    def _releases(self, task: Task, request: Request) -> int:
+        """How many releases a round makes."""
+        further = request.control is not None and self.federation.controls == "gradient"
+        return task.steps + further
+
+    def _own_control(self, state: ClientState, request: Request) -> dict[str, Tensor]:
+        """SCAFFOLD's control variate of this client: it lies beside the latest answer, and changes with it."""
+        if request.control is None:
+            return {}
+        stored = self.files.answer(state.answered)["own_control"] if state.answered is not None else None
+        return stored or {name: torch.zeros_like(value) for name, value in request.control.items()}
 
     def _again(self, state: ClientState, digest: str) -> Answer:
         logger.info("client %s sends its answer again", self.name)
@@ -181,6 +139,7 @@ class Client:
             steps=stored["steps"],
             epsilon=spent(state.ledger, self.recipe, coarse=True),
             ledger=state.ledger,
+            control=stored["control"],
         )
 
     def _task(self, request: Request) -> Task:
@@ -215,7 +174,7 @@ class Client:
         text = f"client {self.name} {digest} {self.recipe.seed}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
-    def _noise_multiplier(self, state: ClientState, task: Task) -> float | None:
+    def _noise_multiplier(self, state: ClientState, task: Task, request: Request) -> float | None:
         """σ: given, remembered, or what makes the budget last for the planned rounds."""
         if self.recipe.noise_multiplier is not None or self.recipe.epsilon is None:
             return self.recipe.noise_multiplier
@@ -225,7 +184,7 @@ class Client:
             self.recipe.epsilon,
             self.recipe.delta,
             task.sample_rate,
-            task.steps * self.federation.planned_participations,
+            self._releases(task, request) * self.federation.planned_participations,
             self.recipe.accountant,
             state.ledger.to_json(),
         )
@@ -245,24 +204,6 @@ class Client:
             f"budget of {self.recipe.epsilon:g}"
         )
 
-    def _trained(self, task: Task, sigma: float | None, request: Request) -> tuple[Ledger, int]:
-        """Train for a round; return what was released, in how many steps. The task's module then holds the result."""
-        task = replace(task, recipe=task.recipe.with_(epsilon=None, noise_multiplier=sigma))
-        trainer = make(task.recipe.method, task.recipe.options).start(task)
-        try:
-            _require_engine(trainer, task)
-            with _pulled(trainer, task.module, request):
-                for _ in trainer.prepare():
-                    pass
-                while not trainer.finished:
-                    trainer.advance()
-            released, steps = trainer.ledger, trainer.step
-            if other := [event for event in released.counts if not isinstance(event, _ADD_UP)]:
-                raise ValueError(f"{other[0]} does not simply add up over rounds: take --method dp-hero or dp-sgd")
-            return released, steps
-        finally:
-            trainer.close()
-
 
 def load(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load a model's weights, if they are exactly that.
@@ -280,21 +221,11 @@ def load(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     module.load_state_dict(dict(weights))
 
 
-def _require_engine(trainer: Trainer, task: Task) -> None:
-    """Refuse a method whose rounds are not independent trainings of the model that the server averages."""
-    if not isinstance(trainer, PrivateTrainer | SGDTrainer) or trainer.module is not task.module:
-        raise ValueError(
-            f"method {task.recipe.method!r} cannot train clients: it has steps or networks of its own, which do not go "
-            "on from round to round. Take one that trains the model itself with the privacy engine, such as dp-hero or "
-            "dp-sgd"
-        )
-
-
-def _planned(task: Task, sigma: float | None) -> Ledger:
+def _planned(task: Task, sigma: float | None, releases: int) -> Ledger:
     """What a round will cost, if nothing unforeseen happens."""
     plan = Ledger()
     if sigma is not None:
-        plan.record(PoissonGaussian(task.sample_rate, sigma), task.steps)
+        plan.record(PoissonGaussian(task.sample_rate, sigma), releases)
     return plan
 
 
@@ -305,33 +236,7 @@ def _joined(first: Ledger, second: Ledger) -> Ledger:
     return found
 
 
-def _packed(answer: Answer) -> dict[str, Any]:
-    return {"weights": answer.weights, "weight": answer.weight, "steps": answer.steps}
-
-
 @lru_cache(maxsize=1024)
 def _calibrated(epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str, earlier: str) -> float:
     besides = Ledger.from_json(earlier)
     return calibrate_noise_multiplier(epsilon, delta, sample_rate, steps, accountant, besides=besides)
-
-
-@contextmanager
-def _pulled(trainer: Trainer, module: nn.Module, request: Request) -> Iterator[None]:
-    """Add FedProx's μ (w − w_global) to every gradient: both are released, so this is post-processing."""
-    if request.proximal_mu == 0:
-        yield
-        return
-    start = {name: value.detach().clone() for name, value in module.named_parameters()}
-
-    @torch.no_grad()
-    def pull(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(parameter - start[name], alpha=request.proximal_mu)
-
-    optimizer: Any = trainer.optimizer  # type: ignore[attr-defined]
-    hook: Callable[[], None] = optimizer.register_step_pre_hook(pull).remove
-    try:
-        yield
-    finally:
-        hook()

@@ -10,7 +10,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from dphero.federated.client import Client, Declined, Request, spent
+from dphero.federated.client import Client, spent
+from dphero.federated.requests import Declined, Request
 
 __all__ = ["make_client_app"]
 
@@ -47,8 +48,13 @@ def make_client_app(client_of: Callable[[Context], Client], name_of: Callable[[C
 
 def _answer(message: Message, client: Client) -> Message:
     config = message.content["config"]
-    weights = {name: torch.from_numpy(value.numpy().copy()) for name, value in message.content["arrays"].items()}
-    request = Request(int(config["server-round"]), weights, float(config.get("proximal-mu", 0.0)))
+    control = _tensors(message.content["control"]) if "control" in message.content else None
+    request = Request(
+        round=int(config["server-round"]),
+        weights=_tensors(message.content["arrays"]),
+        proximal_mu=float(config.get("proximal-mu", 0.0)),
+        control=control,
+    )
     answer = client.answer(request)
     if isinstance(answer, Declined):
         ledger = client.files.load().ledger
@@ -59,11 +65,17 @@ def _answer(message: Message, client: Client) -> Message:
         }
         return _reply(message, {"name": client.name, **about})
     about = {"name": client.name, "epsilon": answer.epsilon, "ledger": answer.ledger.to_json()}
-    records = {
+    records: dict[str, Any] = {
         "arrays": ArrayRecord(answer.weights),
         "metrics": MetricRecord({"weight": answer.weight, "steps": answer.steps}),
     }
+    if answer.control is not None:
+        records["control"] = ArrayRecord(answer.control)
     return _reply(message, about, records)
+
+
+def _tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(value.numpy().copy()) for name, value in arrays.items()}
 
 
 def _reply(message: Message, about: dict[str, Any], records: dict[str, Any] | None = None) -> Message:

@@ -18,13 +18,16 @@ from torch import Tensor
 from dphero import checkpoint
 from dphero.accounting import Ledger
 from dphero.data import Data
+from dphero.experiments.files import write_text
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted
 from dphero.experiments.training import Evaluation, prepare
 from dphero.federated.client import load, spent
+from dphero.federated.client_level import ClientLevelRounds
+from dphero.federated.rounds import Roster, Round
 from dphero.federated.settings import Federation, partition_name
-from dphero.federated.statement import record_level
-from dphero.federated.strategies import Roster, Round, make_strategy
+from dphero.federated.statement import client_level, record_level
+from dphero.federated.strategies import make_strategy
 
 __all__ = ["RoundProgress", "Server"]
 
@@ -91,6 +94,8 @@ class Server:
         self.task, _ = prepare(self.recipe, replace(data, train=data.test))  # the model; the data is the clients'
         self.test = Evaluation(data.test, self.task.device)
         self.roster, self.done, self.seconds = Roster(), 0, 0.0
+        self.strategy = make_strategy(federation, self.roster, self.recipe, noted=self._note)
+        self._refuse_buffers()
         self.happened = Round(0)
         self._started = time.monotonic()
 
@@ -103,14 +108,12 @@ class Server:
             Interrupted: If the run was asked to stop; it was saved.
         """
         self._resume()
-        strategy = make_strategy(self.federation, self.roster, first_round=self.done, noted=self._note)
-        before = self.seconds
-        self._started = time.monotonic() - before
+        self._started = time.monotonic() - self.seconds
         left = self.federation.rounds - self.done
         if left <= 0:
             return
         try:
-            strategy.start(
+            self.strategy.start(
                 grid,
                 ArrayRecord(self.weights),
                 num_rounds=left,
@@ -120,6 +123,16 @@ class Server:
             )
         except _AllExhausted:
             logger.warning("no client has a budget left after round %d", self.done)
+
+    def _refuse_buffers(self) -> None:
+        """Refuse a model whose buffers would be averaged beside what a strategy knows of."""
+        buffers = [name for name, _ in self.task.module.named_buffers()]
+        exact = self.federation.strategy == "scaffold" or self.federation.client_noise_multiplier is not None
+        if buffers and exact:
+            raise ValueError(
+                f"the model has buffers ({', '.join(buffers[:3])}), which would be averaged without noise and without "
+                "control: take a model without them, such as one with group norms"
+            )
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -194,6 +207,8 @@ class Server:
             self.done, self.seconds = int(state["round"]), float(state["seconds"])
             self.roster.epsilons, self.roster.ledgers = dict(state["epsilons"]), dict(state["ledgers"])
             self.roster.exhausted = set(state["exhausted"])
+            self.strategy.restore(state["strategy"])
+            self.strategy.first_round = self.done
             self.directory.forget_metrics_after(self.done, state["metrics"])
 
     def _require_same(self, begun: Mapping[str, Any]) -> None:
@@ -214,6 +229,7 @@ class Server:
             "epsilons": dict(self.roster.epsilons),
             "ledgers": dict(self.roster.ledgers),
             "exhausted": sorted(self.roster.exhausted),
+            "strategy": self.strategy.state(),
             "recipe": self.recipe.as_dict(),
             "federation": self.federation.as_dict(),
             "metrics": self.directory.metrics_seal,
@@ -228,6 +244,15 @@ class Server:
                 found[path.parent.name] = Ledger.from_json(path.read_text(encoding="utf-8"))
         return found
 
+    def _promise_to_clients(self) -> float | None:
+        """Write what whole clients are promised, if anything; return its ε."""
+        if not isinstance(self.strategy, ClientLevelRounds):
+            return None
+        found, path = client_level(self.recipe, self.federation, self.strategy.ledger), self.directory.path
+        write_text(path / "ledger-clients.json", self.strategy.ledger.to_json() + "\n")
+        write_text(path / "statement-clients.txt", found.text + "\n")
+        return found.price.epsilon
+
     def finish(self) -> dict[str, Any]:
         """Write model, ledgers, statement and outcome."""
         ledgers = self.ledgers()
@@ -237,6 +262,7 @@ class Server:
         directory = self.directory
         directory.save_ledger(ledgers[worst] if worst is not None else Ledger())
         directory.save_statement(statement)
+        whole = self._promise_to_clients()
         directory.save_model(self.task.model)
         directory.save_signature(tuple(self.task.images.shape[1:]), self.data.classes)
         epsilons = [*prices.values(), *[0.0] * max(0, self.federation.clients - len(prices))]
@@ -249,6 +275,7 @@ class Server:
             "strategy": self.federation.strategy,
             "partition": partition_name(self.federation),
             "worst_client": worst,
+            "client_level_epsilon": whole,
             "clients": prices,
             "declined": sorted(self.roster.exhausted),
             **_like_train(statement, ledgers.get(worst) if worst is not None else None, self.recipe.method),

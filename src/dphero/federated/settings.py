@@ -13,7 +13,8 @@ from dphero._checks import one_of, positive, whole
 __all__ = ["Federation", "Partition", "Strategy", "partition_name", "public_seed"]
 
 Partition = Literal["iid", "dirichlet", "shards"]
-Strategy = Literal["fedavg", "fedprox"]
+Strategy = Literal["fedavg", "fedprox", "scaffold", "fednova"]
+Controls = Literal["update", "gradient"]
 Weights = Literal["records", "equal"]
 
 
@@ -31,9 +32,13 @@ class Federation:
         shards: Pieces of one label each that a client gets under ``partition="shards"``.
         strategy: How updates are put together.
         proximal_mu: Weight of FedProx's pull back to the global model.
+        controls: Where SCAFFOLD's control variates come from: the ``update`` that is sent anyway (free), or a
+            ``gradient`` of their own at the global model (a second release, charged).
         weights: By what an update is weighted: the client's declared, public number of ``records``, or ``equal``.
         participations: Rounds that a client's budget has to last for; ``None``: as many as it takes part in on average.
         max_update_norm: A longer update is rejected, in multiples of the global model's length (at least 1).
+        client_noise_multiplier: σ of the noise that the server adds for a guarantee to whole clients; ``None``: none.
+        client_clip: The longest update that then counts in full.
         seed: Decides partition and sampling of clients. Public: it has nothing to do with noise.
     """
 
@@ -46,9 +51,12 @@ class Federation:
     shards: int = 2
     strategy: Strategy = "fedavg"
     proximal_mu: float = 0.1
+    controls: Controls = "update"
     weights: Weights = "records"
     participations: int | None = None
     max_update_norm: float = 10.0
+    client_noise_multiplier: float | None = None
+    client_clip: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,6 +73,24 @@ class Federation:
         one_of("partition", self.partition, get_args(Partition))
         one_of("strategy", self.strategy, get_args(Strategy))
         one_of("weights", self.weights, get_args(Weights))
+        one_of("controls", self.controls, get_args(Controls))
+        positive("client_clip", self.client_clip)
+        if self.client_noise_multiplier is not None:
+            self._require_client_level()
+
+    def _require_client_level(self) -> None:
+        """Refuse what the noise of a guarantee to whole clients would not cover."""
+        positive("client_noise_multiplier", self.client_noise_multiplier)
+        if self.weights != "equal":
+            raise ValueError(
+                "a guarantee to whole clients needs updates of equal weight: weights that follow from clients' numbers "
+                "of records let one client move the average by more than its clipped update. Give --weights equal"
+            )
+        if self.strategy not in ("fedavg", "fedprox"):
+            raise ValueError(
+                f"a guarantee to whole clients is not priced for strategy {self.strategy!r}, which uses more of a "
+                "client than its clipped update: take fedavg or fedprox"
+            )
 
     @property
     def planned_participations(self) -> int:

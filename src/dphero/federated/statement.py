@@ -9,7 +9,12 @@ from dphero.federated.settings import Federation
 from dphero.methods import METHODS
 from dphero.recipe import Recipe
 
-__all__ = ["record_level"]
+__all__ = ["client_level", "record_level"]
+
+_SCAFFOLD = {
+    ("scaffold", "update"): ("SCAFFOLD's control variates follow from the updates that were sent: no further charge.",),
+    ("scaffold", "gradient"): ("SCAFFOLD's control variates are a second release in every round, and are charged.",),
+}
 
 
 def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, Ledger], worst: str | None) -> Statement:
@@ -37,6 +42,7 @@ def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, L
         "not be, for this promise.",
         f"Updates are weighted by {counted}. Losses and accuracies of clients are not sent.",
         "An example that several clients hold is protected by the sum of their prices.",
+        *_SCAFFOLD.get((federation.strategy, federation.controls), ()),
     ]
     if not card.sound:
         notes += list(card.flaws)
@@ -49,3 +55,24 @@ def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, L
         accountant="filter" if adaptive else recipe.accountant,
         notes=notes,
     )
+
+
+def client_level(recipe: Recipe, federation: Federation, ledger: Ledger) -> Statement:
+    """State what whole clients are promised, by the noise that the server adds.
+
+    Args:
+        recipe: For δ and the accountant.
+        federation: The settings.
+        ledger: What the server released.
+    """
+    notes = [
+        f"Who adds the noise: the server, to the sum of updates that are clipped to length {federation.client_clip:g} "
+        "and have equal weights.",
+        "Against whom: everybody who sees the models, all other clients included, but not who took part in a round.",
+        "Who must be trusted: the server, which sees every client's update, draws the clients and the noise, and keeps "
+        "the names in metrics.jsonl to itself.",
+    ]
+    if recipe.seed is not None:
+        notes.append("The random seed was chosen by the user; the guarantee holds only while it stays secret.")
+    unit = "one client with all its examples"
+    return statement(ledger, recipe.delta, unit=unit, accountant=recipe.accountant, notes=notes)

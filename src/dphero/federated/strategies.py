@@ -1,220 +1,137 @@
-"""How the server puts updates together: Flower's strategies, with clients sampled by name and bad updates left out."""
+"""How the server puts accepted updates together: FedAvg and FedProx by Flower, SCAFFOLD and FedNova here."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, FedProx
+from flwr.serverapp.strategy import FedProx
+from numpy.typing import NDArray
 
+from dphero.federated.client_level import ClientLevelRounds
+from dphero.federated.rounds import WEIGHT, Roster, Rounds
 from dphero.federated.settings import Federation
 from dphero.federated.updates import problem_with
+from dphero.recipe import Recipe
 
-__all__ = ["Roster", "Round", "make_strategy"]
+__all__ = ["make_strategy"]
 
-logger = logging.getLogger(__name__)
-
-WEIGHT = "weight"  # of an update, in its metrics
-_ASKING = 60.0  # seconds that new nodes have to say who they are
+_CONTROL = "control"  # SCAFFOLD's arrays in a message
 
 
-@dataclass
-class Round:
-    """What happened in a round, by the names of clients.
+class ProximalRounds(Rounds, FedProx):
+    """FedProx (Li et al. 2020): clients are pulled back to the global model; the server averages as FedAvg does."""
 
-    Attributes:
-        number: From 1.
-        sampled: Who was asked.
-        averaged: Whose updates were averaged.
-        declined: Who declined, and why: their budgets are used up.
-        rejected: Whose updates were rejected, and why.
-        failed: Who did not answer, or could not.
+    def __init__(self, federation: Federation, roster: Roster, recipe: Recipe, **options: Any) -> None:
+        super().__init__(federation, roster, recipe, proximal_mu=federation.proximal_mu, **options)
+
+
+class ClientLevelProximalRounds(ClientLevelRounds, FedProx):
+    """FedProx with noise at the server."""
+
+    def __init__(self, federation: Federation, roster: Roster, recipe: Recipe, **options: Any) -> None:
+        super().__init__(federation, roster, recipe, proximal_mu=federation.proximal_mu, **options)
+
+
+class ScaffoldRounds(Rounds):
+    """SCAFFOLD (Karimireddy et al. 2020): clients correct their steps by c − c_i, the drift of their own data.
+
+        w ← mean of w_i,     c ← c + (1/N) Σ Δc_i,     N all clients
+
+    Updates are averaged with equal weights, as in its paper.
     """
 
-    number: int
-    sampled: list[str] = field(default_factory=list)
-    averaged: list[str] = field(default_factory=list)
-    declined: dict[str, str] = field(default_factory=dict)
-    rejected: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Roster:
-    """Who is there, and what is known of them.
-
-    Attributes:
-        names: The name of every node that said who it is.
-        epsilons: What each client's answers have cost so far, as it reports.
-        ledgers: Each client's ledger, as it reports.
-        exhausted: Who declined: their budgets are used up, and they are not asked again.
-    """
-
-    names: dict[int, str] = field(default_factory=dict)
-    epsilons: dict[str, float] = field(default_factory=dict)
-    ledgers: dict[str, str] = field(default_factory=dict)
-    exhausted: set[str] = field(default_factory=set)
-
-    def online(self, grid: Grid) -> dict[str, int]:
-        """Return the nodes that are there by their clients' names; new ones are asked for theirs."""
-        nodes = sorted(grid.get_node_ids())
-        unknown = [node for node in nodes if node not in self.names]
-        if unknown:
-            asked = [
-                Message(content=RecordDict(), message_type=MessageType.QUERY, dst_node_id=node) for node in unknown
-            ]
-            for reply in grid.send_and_receive(asked, timeout=_ASKING):
-                if not reply.has_error():
-                    self.names[reply.metadata.src_node_id] = str(reply.content["client"]["name"])
-        found: dict[str, int] = {}
-        for node in nodes:
-            name = self.names.get(node)
-            if name is not None:
-                found[name if name not in found else f"{name} (node {node})"] = node
-        return found
-
-    def name(self, node: int) -> str:
-        """Return a node's name, or its number if it has not told it."""
-        return self.names.get(node, f"node {node}")
-
-
-class _Chosen:
-    """A grid of the nodes that were sampled for a round; everything else is the real grid's."""
-
-    def __init__(self, grid: Grid, nodes: list[int]) -> None:
-        self._grid, self._nodes = grid, nodes
-
-    def get_node_ids(self) -> list[int]:
-        return self._nodes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-
-class Rounds(FedAvg):
-    """FedAvg over clients sampled by name, from updates that could be checked.
-
-    Weights are public by declaration: a client's number of records, or 1. Nobody's update is averaged that has other
-    names, shapes or types than the model, is not finite, or is absurdly long; who sent it is named.
-
-    Args:
-        federation: The settings.
-        roster: Who is there; kept up to date.
-        first_round: Rounds that were finished before, in a run that is resumed.
-        noted: Called with what happened in a round, after its updates were averaged.
-        options: Of Flower's strategy.
-    """
-
-    def __init__(
-        self,
-        federation: Federation,
-        roster: Roster,
-        *,
-        first_round: int = 0,
-        noted: Callable[[Round], None] = lambda happened: None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            fraction_train=1.0,  # of those that were sampled by name
-            fraction_evaluate=0.0,  # accuracies on clients' data would be released without noise
-            min_train_nodes=1,
-            min_available_nodes=1,
-            weighted_by_key=WEIGHT,
-            **options,
-        )
-        self.federation, self.roster, self.first_round, self.noted = federation, roster, first_round, noted
-        self.round = Round(first_round)
-        self._model: dict[str, Any] = {}
+    def __init__(self, federation: Federation, roster: Roster, recipe: Recipe, **options: Any) -> None:
+        super().__init__(federation, roster, recipe, **options)
+        self.control: dict[str, NDArray[Any]] = {}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample clients, and ask them."""
-        number = self.first_round + server_round
-        self._model = {name: value.numpy() for name, value in arrays.items()}
-        online = self.roster.online(grid)
-        chosen = self.sample(number, [name for name in online if name not in self.roster.exhausted])
-        self.round = Round(number, sampled=chosen)
-        if not chosen:
-            return []
-        nodes = [online[name] for name in chosen]
-        return super().configure_train(number, arrays, config, _Chosen(grid, nodes))
+        """Send the control variate along with the model."""
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        self.control = self.control or {name: np.zeros_like(value) for name, value in self.model.items()}
+        along = ArrayRecord({name: Array(value) for name, value in self.control.items()})
+        for message in messages:
+            message.content = RecordDict({**message.content, _CONTROL: along})
+        return messages
 
-    def sample(self, number: int, names: list[str]) -> list[str]:
-        """Return the clients of a round: so many, uniformly, without replacement, by the public seed."""
-        generator = np.random.default_rng([self.federation.seed, 2, number])
-        size = min(self.federation.sampled, len(names))
-        return sorted(generator.choice(sorted(names, key=_order), size, replace=False).tolist(), key=_order)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the updates that can be."""
-        named = sorted(((self.roster.name(each.metadata.src_node_id), each) for each in replies), key=_by_name)
-        accepted = [reply for name, reply in named if self._accepts(name, reply)]
-        answered = {name for name, _ in named}
-        for name in self.round.sampled:
-            if name not in answered:
-                self.round.failed[name] = "no answer"
-        arrays, metrics = self.combine(server_round, accepted) if accepted else (None, None)
-        self.noted(self.round)
-        return arrays, metrics
+    def further_problem(self, reply: Message) -> str | None:
+        """Check the change of the client's control variate as an update is checked."""
+        change = {key: value.numpy() for key, value in reply.content[_CONTROL].items()}
+        zero = {name: np.zeros_like(value) for name, value in self.control.items()}
+        problem = problem_with(change, zero, 1.0, 1, max_norm=1e6)
+        return problem and f"its control variate: {problem}"
 
     def combine(self, server_round: int, accepted: list[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average accepted updates, by Flower's own weighted mean."""
-        return super().aggregate_train(server_round, accepted)
+        """Average models with equal weights, and add up the changes of control variates."""
+        for reply in accepted:
+            for name, value in reply.content[_CONTROL].items():
+                self.control[name] = self.control[name] + value.numpy() / self.federation.clients
+            content = {name: record for name, record in reply.content.items() if name != _CONTROL}
+            reply.content = RecordDict({**content, "metrics": MetricRecord({**content["metrics"], WEIGHT: 1.0})})
+        return super().combine(server_round, accepted)
 
-    def _accepts(self, name: str, reply: Message) -> bool:
-        """Take note of a reply; return whether it brings an update that can be averaged."""
-        if reply.has_error():
-            self.round.failed[name] = f"error {reply.error.code}"
-            return False
-        try:
-            about = reply.content["client"]
-            if "failed" in about:
-                self.round.failed[name] = str(about["failed"])
-                return False
-            self.roster.ledgers[name] = str(about["ledger"])
-            self.roster.epsilons[name] = float(about["epsilon"])
-            if "declined" in about:
-                self.round.declined[name] = str(about["declined"])
-                self.roster.exhausted.add(name)
-                return False
-            update = {key: value.numpy() for key, value in reply.content["arrays"].items()}
-            weight = reply.content["metrics"][WEIGHT]
-            problem = problem_with(update, self._model, weight, max_norm=self.federation.max_update_norm)
-        except Exception as error:  # whatever a client may have sent instead of an update
-            problem = f"it is no update ({type(error).__name__})"
-        if problem is not None:
-            logger.warning("round %d: the update of client %s is rejected: %s", self.round.number, name, problem)
-            self.round.rejected[name] = problem
-            return False
-        self.round.averaged.append(name)
-        return True
+    def state(self) -> dict[str, Any]:
+        return {"control": {name: torch.from_numpy(value.copy()) for name, value in self.control.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.control = {name: value.numpy() for name, value in state["control"].items()}
 
 
-class ProximalRounds(Rounds, FedProx):
-    """FedProx: the clients are pulled back to the global model; the server averages as FedAvg does."""
+class NovaRounds(Rounds):
+    """FedNova (Wang et al. 2020): updates are divided by their numbers of steps, so that longer ones weigh no more.
 
-    def __init__(self, federation: Federation, roster: Roster, **options: Any) -> None:
-        super().__init__(federation, roster, proximal_mu=federation.proximal_mu, **options)
+        w ← w + τ Σ p_i (w_i − w) / a_i,     τ = Σ p_i a_i
+
+    p_i are the weights; a_i is the length of τ_i steps of SGD with momentum ρ, which is τ_i for ρ = 0.
+    """
+
+    def combine(self, server_round: int, accepted: list[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average normalised updates."""
+        weights = np.array([float(reply.content["metrics"][WEIGHT]) for reply in accepted])
+        shares = weights / weights.sum()
+        lengths = np.array([steps_length(int(r.content["metrics"]["steps"]), self.recipe.momentum) for r in accepted])
+        effective = float(shares @ lengths)
+        found = {}
+        for name, start in self.model.items():
+            moved = sum(
+                share / length * (reply.content["arrays"][name].numpy().astype(np.float64) - start)
+                for share, length, reply in zip(shares, lengths, accepted, strict=True)
+            )
+            found[name] = Array((start + effective * moved).astype(start.dtype))
+        return ArrayRecord(found), MetricRecord({"steps": effective})
 
 
-def make_strategy(federation: Federation, roster: Roster, **options: Any) -> Rounds:
-    """Return the strategy of a federation."""
-    kinds: dict[str, type[Rounds]] = {"fedavg": Rounds, "fedprox": ProximalRounds}
-    return kinds[federation.strategy](federation, roster, **options)
+def steps_length(steps: int, momentum: float) -> float:
+    """Return a: by how many learning rates that many steps of SGD with momentum move under a constant gradient."""
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
-def _order(name: str) -> tuple[int, str]:
-    """Numbers in their order, then other names."""
-    return (int(name), "") if name.isdecimal() else (1 << 62, name)
+def make_strategy(federation: Federation, roster: Roster, recipe: Recipe, **options: Any) -> Rounds:
+    """Return the strategy of a federation.
 
-
-def _by_name(pair: tuple[str, Message]) -> tuple[int, str]:
-    return _order(pair[0])
+    Raises:
+        ValueError: If the recipe's optimizer is not the one that the strategy is made for.
+    """
+    plain = recipe.optimizer == "sgd" and recipe.momentum == 0
+    if federation.strategy == "scaffold" and not plain:
+        raise ValueError(
+            "SCAFFOLD corrects plain SGD: its control variates are steps over the learning rate. Give --momentum 0"
+        )
+    if federation.strategy == "fednova" and recipe.optimizer != "sgd":
+        raise ValueError(f"FedNova's lengths are those of SGD, not of {recipe.optimizer!r}: take optimizer sgd")
+    kinds: dict[str, type[Rounds]] = {
+        "fedavg": Rounds,
+        "fedprox": ProximalRounds,
+        "scaffold": ScaffoldRounds,
+        "fednova": NovaRounds,
+    }
+    kind = kinds[federation.strategy]
+    if federation.client_noise_multiplier is not None:
+        kind = ClientLevelProximalRounds if federation.strategy == "fedprox" else ClientLevelRounds
+    return kind(federation, roster, recipe, **options)

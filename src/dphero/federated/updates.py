@@ -14,7 +14,7 @@ __all__ = ["problem_with"]
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def problem_with(update: Arrays, model: Arrays, weight: float, *, max_norm: float) -> str | None:
+def problem_with(update: Arrays, model: Arrays, weight: float, steps: int, *, max_norm: float) -> str | None:
     """Return why an update cannot be averaged, or ``None`` if it can.
 
     The rule looks at one update at a time, so one client cannot have another one rejected.
@@ -23,6 +23,7 @@ def problem_with(update: Arrays, model: Arrays, weight: float, *, max_norm: floa
         update: A client's model after its training.
         model: The global model that it began with.
         weight: Its weight in the average.
+        steps: Of how many steps it is made.
         max_norm: The longest step away from the global model, in multiples of that model's length (at least 1).
     """
     if missing := sorted(model.keys() - update.keys()):
@@ -38,6 +39,8 @@ def problem_with(update: Arrays, model: Arrays, weight: float, *, max_norm: floa
             return f"{name} holds NaN or infinity"
     if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
         return f"its weight is {weight!r}"
+    if steps < 1:
+        return f"it is made of {steps} steps"
     limit = max_norm * max(1.0, _norm(model.values()))
     length = _norm(value.astype(np.float64) - model[name].astype(np.float64) for name, value in update.items())
     if not length <= limit:
