@@ -7,10 +7,13 @@ from dphero.cli import audit
 
 def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys):
     claim = SimpleNamespace(epsilon=3.0, delta=1e-5)
-    figures = {"true_epsilon": None, "epsilon_any": 1.0, "epsilon_fitted": None, "confidence": 0.95, "uncharged": 3}
+    figures = {"true_epsilon": None, "epsilon_any": 1.0, "epsilon_fitted": None, "confidence": 0.95, "uncharged": 3,
+               "noise_multiplier": 1.0}  # fmt: skip
     found = SimpleNamespace(name="one step", claim=claim, refuted=True, **figures)
     report = SimpleNamespace(
         title="run [old] [/b]",
+        conclusion="REFUTED by 1 of 2 tests: one step",
+        refuted=True,
         audits=[found],
         one_runs=[],
         checks=[],
@@ -22,5 +25,6 @@ def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys):
     audit._show(report)
     shown = capsys.readouterr().out
     assert "Audit of run [old] [/b]" in shown and "Note: see [a] :dog:." in shown
+    assert shown.startswith("REFUTED by 1 of 2 tests: one step.\n")
     assert "REFUTED" in shown and "[bold" not in shown
     assert "its own ledger" in shown and "one step: 3 releases are not on the ledger" in shown

@@ -8,7 +8,7 @@ far the canary's label stands above the class that the initial model preferred.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -131,10 +131,11 @@ def audit_method(
         train, images, labels, canary, (int(first.argmin()), int(first.argmax())),
         absent,
     )  # fmt: skip
-    return audit(
+    found = audit(
         release, lambda: release.claim(delta), name=name, releases=releases, confidence=confidence,
         seed=seed * 1_000_003, report=report,
     )  # fmt: skip
+    return replace(found, noise_multiplier=train.recipe.noise_multiplier)
 
 
 def _train(

@@ -28,7 +28,7 @@ _INSIDE = 0.2
 _FEWEST, _MOST = 300, 600
 """Releases that are looked into."""
 _APART = 1000
-"""Between the seeds of engines."""
+"""Between the seeds of engines, each of which uses two: no noise of one comes back in another."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def audit_mechanism(
     found = MechanismAudit((), (), settings.noise_multiplier)
     if inside:
         checks = look_inside(
-            settings, model, releases=looks, delta=delta, seed=seed + _APART * len(sides), report=report
+            settings, model, releases=looks, delta=delta, seed=2 * (seed + _APART * len(sides)), report=report
         )
         found, made = replace(found, checks=judge(checks, error * _INSIDE)), looks
     for name, release in sides:
@@ -170,7 +170,12 @@ def audit_engine(
         true_epsilon=true,
         report=report,
     )
-    return replace(found, refuted=found.refuted or release.uncharged > 0, uncharged=release.uncharged)
+    return replace(
+        found,
+        refuted=found.refuted or release.uncharged > 0,
+        uncharged=release.uncharged,
+        noise_multiplier=release.settings.noise_multiplier,
+    )
 
 
 def after(before: int, report: Callable[[int], None]) -> Callable[[int], None]:

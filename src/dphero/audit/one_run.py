@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dphero.audit.claims import Claim, claim_of_ledger
 from dphero.audit.engine_release import Settings
+from dphero.audit.one_run_bounds import Bound, curve_bound, curve_refuted, pair_bound
 from dphero.audit.statistics import guessing_bound
 from dphero.audit.training import Absent, Train, losses
 from dphero.engine import PrivacyEngine
 
-__all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "audit_one_run", "room"]
+__all__ = ["CanaryTraining", "GradientCanaries", "InputCanaries", "OneRun", "Scored", "audit_one_run", "room"]
 
 _IGNORED = -100  # the label without a loss, in PyTorch's cross-entropy: the gradient of its record is zero
 
@@ -39,12 +41,17 @@ class OneRun:
         claimed_epsilon: ε as it was printed, at
         delta: δ.
         audited_epsilon: A lower bound on it; it assumes nothing about the mechanism.
-        confidence: The probability with which the bound holds.
+        confidence: The probability with which each bound holds, by itself.
         canaries: m.
         guesses: How many coins were guessed, in the test that gave the bound, and
         correct: how many of them rightly.
         scores: What the attacker made of each canary.
         included: Whether it was in.
+        bounds: Larger lower bounds, each with what it assumes.
+        verdict_epsilon: The bound without assumptions that the verdict rests on: it leaves room for the test of the
+            curve.
+        curve_refuted: Whether the trade-off curve of the claim is refuted; that assumes nothing about the mechanism.
+        noise_multiplier: σ that the claim is about, where there is one.
     """
 
     name: str
@@ -57,15 +64,20 @@ class OneRun:
     correct: int
     scores: NDArray[np.float64] = field(repr=False)
     included: NDArray[np.bool_] = field(repr=False)
+    bounds: tuple[Bound, ...] = ()
+    verdict_epsilon: float = 0.0
+    curve_refuted: bool = False
+    noise_multiplier: float | None = None
 
     @property
     def refuted(self) -> bool:
-        """Whether the bound lies above the claim."""
-        return self.audited_epsilon > self.claimed_epsilon
+        """Whether the claim is refuted: its ε or its curve. Where it is true, with probability ≤ 1 − confidence."""
+        return self.curve_refuted or self.verdict_epsilon > self.claimed_epsilon
 
     def as_dict(self) -> dict[str, Any]:
         """Return the findings as plain values."""
         names = (
+            "noise_multiplier",
             "claimed_epsilon",
             "audited_epsilon",
             "confidence",
@@ -78,7 +90,26 @@ class OneRun:
         values = {name: getattr(self, name) for name in names}
         if math.isinf(self.claimed_epsilon):
             values["claimed_epsilon"] = None
-        return {"mechanism": self.name, **values}
+        return {"mechanism": self.name, **values, "bounds": [each.as_dict() for each in self.bounds]}
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What an attacker made of one training.
+
+    Attributes:
+        scores: Of each canary; larger should mean "in".
+        epsilon: The claimed ε, given δ.
+        claim: The whole claim, given δ, where there is one.
+        normal: Whether scores are normal but for what sampling adds: sums of released noise along directions.
+        noise_multiplier: σ, where the attacker knows it.
+    """
+
+    scores: NDArray[np.float64]
+    epsilon: Callable[[float], float]
+    claim: Callable[[float], Claim] | None = None
+    normal: bool = False
+    noise_multiplier: float | None = None
 
 
 class CanaryTraining(Protocol):
@@ -86,16 +117,17 @@ class CanaryTraining(Protocol):
 
     canaries: int
 
-    def __call__(
-        self, included: NDArray[np.bool_], seed: int, /
-    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
-        """Train once; return the scores, and the claimed ε as a function of δ."""
+    def __call__(self, included: NDArray[np.bool_], seed: int, /) -> Scored:
+        """Train once."""
 
 
 def audit_one_run(
     train: CanaryTraining, *, name: str, delta: float = 1e-5, confidence: float = 0.95, seed: int = 0
 ) -> OneRun:
     """Toss the coins, train once, guess the coins, and bound ε by the number of right guesses.
+
+    The verdict rests on two tests that assume nothing about the mechanism and share the error probability: of the
+    claimed ε, and of the claimed trade-off curve.
 
     Args:
         train: The training; must not look at the coins except to include canaries.
@@ -105,10 +137,21 @@ def audit_one_run(
         seed: Decides the coins and the training.
     """
     included = np.random.default_rng([seed, 1]).random(train.canaries) < 0.5
-    scores, claimed = train(included, seed)
+    made = train(included, seed)
+    scores, error = made.scores, 1 - confidence
     epsilon, guesses, correct = guessing_bound(scores, included, delta=delta, confidence=confidence)
+    claim = None if made.claim is None else made.claim(delta)
+    verdict, refuted = epsilon, False
+    bounds: list[Bound | None] = []
+    if claim is not None and math.isfinite(claim.epsilon):
+        verdict, _, _ = guessing_bound(scores, included, delta=delta, confidence=1 - error / 2)
+        refuted = curve_refuted(claim, scores, included, error / 2)
+        bounds = [curve_bound(claim, scores, included, confidence)]
+        if made.normal:
+            bounds.append(pair_bound(scores, included, delta, confidence))
     return OneRun(
-        name, claimed(delta), delta, epsilon, confidence, train.canaries, guesses, correct, scores, included
+        name, made.epsilon(delta), delta, epsilon, confidence, train.canaries, guesses, correct, scores, included,
+        tuple(each for each in bounds if each is not None), verdict, refuted, made.noise_multiplier,
     )  # fmt: skip
 
 
@@ -134,9 +177,7 @@ class InputCanaries:
     seed: int = 0
     absent: Absent = "nothing"
 
-    def __call__(
-        self, included: NDArray[np.bool_], seed: int, /
-    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
+    def __call__(self, included: NDArray[np.bool_], seed: int, /) -> Scored:
         """Train once."""
         generator = torch.Generator().manual_seed(self.seed)
         images = torch.randn(self.canaries, *self.images.shape[1:], generator=generator).sign().to(self.images)
@@ -145,7 +186,7 @@ class InputCanaries:
         planted, classes = self._planted(images, labels, inside, generator)
         trained = self.train(torch.cat([self.images, planted]), torch.cat([self.labels, classes]), seed)
         scores = -losses(trained.model, images, labels)
-        return scores.cpu().numpy(), trained.epsilon
+        return Scored(scores.cpu().numpy(), trained.epsilon, trained.claim)
 
     def _planted(
         self, images: Tensor, labels: Tensor, inside: Tensor, generator: torch.Generator
@@ -196,9 +237,7 @@ class GradientCanaries:
     physical_batch: int | None = None
     report: Callable[[int], None] = lambda done: None
 
-    def __call__(
-        self, included: NDArray[np.bool_], seed: int, /
-    ) -> tuple[NDArray[np.float64], Callable[[float], float]]:
+    def __call__(self, included: NDArray[np.bool_], seed: int, /) -> Scored:
         """Train once."""
         module = _Ported(copy.deepcopy(self.model))
         rows, columns = self._directions(module, seed)
@@ -238,8 +277,10 @@ class GradientCanaries:
                 self.report(engine.steps)
                 if engine.steps == self.steps:
                     break
-        ledger_price = engine.price
-        return scores.cpu().numpy(), lambda delta: ledger_price(delta).epsilon
+        ledger, sound = engine.ledger.copy(), settings.mechanism != "published"  # whose price is no curve
+        claim = (lambda delta: claim_of_ledger(ledger, delta)) if sound else None
+        sigma = settings.noise_multiplier
+        return Scored(scores.cpu().numpy(), lambda delta: engine.price(delta).epsilon, claim, True, sigma)
 
     def _directions(self, module: _Ported, seed: int) -> tuple[Tensor, Tensor]:
         """Return u and v of each canary: u from a random basis, v from that of the layer's inputs, no pair twice."""

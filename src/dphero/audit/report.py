@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,13 +53,31 @@ class Report:
         """Whether any claim is refuted."""
         if self.ledger is not None and self.ledger.refuted:
             return True
-        found: list[Audit | Check | OneRun] = [*self.audits, *self.checks, *self.one_runs]
-        return any(each.refuted for each in found)
+        return any(each.refuted for each in self._tests)
+
+    @property
+    def _tests(self) -> list[Audit | OneRun | Check]:
+        return [*self.audits, *self.one_runs, *self.checks]
+
+    @property
+    def conclusion(self) -> str:
+        """All of it in one line."""
+        attacks = len(self.audits) + len(self.one_runs)
+        broken = [each.name for each in self._tests if each.refuted]
+        if self.ledger is not None and self.ledger.refuted:
+            broken.append("its own ledger")
+        if broken:
+            return f"REFUTED by {len(broken)} of {attacks + len(self.checks)} tests: {', '.join(broken)}"
+        what = "the claims"
+        if self.ledger is not None and math.isfinite(self.ledger.printed_epsilon):
+            what = f"ε = {self.ledger.printed_epsilon:.4g} at δ = {self.ledger.delta:g}"
+        return f"Not refuted: {attacks} attacks and {len(self.checks)} checks found nothing against {what}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return {
             "audited": self.title,
+            "conclusion": self.conclusion,
             "refuted": self.refuted,
             "confidence": self.confidence,
             "ledger": None if self.ledger is None else self.ledger.as_dict(),

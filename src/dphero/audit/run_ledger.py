@@ -1,4 +1,4 @@
-"""The ε that a finished run printed, against its own ledger: priced anew, and counted against the steps it took."""
+"""The ε that a finished run printed, against its own ledger: priced anew, twice, and counted against its steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dphero._files import DamagedFile
 from dphero.accounting import IndividualFilter, RandomisedLabels, ShuffledFilter, price
 from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
 from dphero.accounting.filters import WHOLE_ORDERS
+from dphero.audit.independent_price import independent_epsilon, price_check
 from dphero.experiments import RunDirectory
 
 __all__ = ["RunLedger", "check_ledger"]
@@ -31,6 +32,7 @@ class RunLedger:
             least: the run does not tell which one it had fixed.
         releases: How many releases the ledger holds.
         problems: What does not agree.
+        independent_epsilon: What the ledger costs by dp-accounting alone; ``None`` where that has no price for it.
     """
 
     printed_epsilon: float
@@ -40,6 +42,7 @@ class RunLedger:
     ledger_epsilon: float
     releases: int
     problems: tuple[str, ...] = ()
+    independent_epsilon: float | None = None
 
     @property
     def refuted(self) -> bool:
@@ -52,9 +55,11 @@ class RunLedger:
         printed, costs = (
             "infinite" if math.isinf(each) else f"{each:.4g}" for each in (self.printed_epsilon, self.ledger_epsilon)
         )
+        alone = "" if self.independent_epsilon is None else f" ({self.independent_epsilon:.4g} by dp-accounting alone)"
         return (
             f"the run's own claim: ε = {printed} at δ = {self.delta:g} over {self.steps} steps ({self.accountant}); "
-            f"its ledger costs {costs}, entries: {self.releases}" + "".join(f"; {each}" for each in self.problems)
+            f"its ledger costs {costs}{alone}, entries: {self.releases}"
+            + "".join(f"; {each}" for each in self.problems)
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,4 +93,7 @@ def check_ledger(directory: RunDirectory) -> RunLedger:
     each_step = not any(isinstance(event, _PAID_ONCE) for event in ledger.counts)
     if each_step and ledger.steps < steps:
         problems.append(f"{steps - ledger.steps} of its {steps} steps are not on its ledger")
-    return RunLedger(printed, delta, accountant, steps, costs, ledger.steps, tuple(problems))
+    if not problems and price_check(ledger, delta, printed).refuted:
+        problems.append("it printed less than dp-accounting alone finds")
+    other = independent_epsilon(ledger, delta)
+    return RunLedger(printed, delta, accountant, steps, costs, ledger.steps, tuple(problems), other)

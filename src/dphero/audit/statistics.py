@@ -17,9 +17,11 @@ from scipy import stats
 from scipy.special import ndtr, ndtri
 
 __all__ = [
+    "SHARES",
     "Errors",
     "Evidence",
     "Separation",
+    "guesses_of",
     "guessing_bound",
     "guessing_p_value",
     "lower_rate",
@@ -28,6 +30,9 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
+
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Of the canaries that are guessed, in one run: which is best is not known in advance."""
 
 _PILOT = 0.15  # share of the observations that choose the thresholds, and are then put aside
 _TRIMMED = 0.1  # share of the pilot that its centre leaves out at each end: no outlier may move it
@@ -242,20 +247,28 @@ def guessing_bound(
         included: Whether it was.
         delta: δ.
         confidence: The probability with which the bound holds.
-        shares: Of the canaries that are guessed; default 1/16, 1/8, 1/4, 1/2 and 1.
+        shares: Of the canaries that are guessed; default :data:`SHARES`.
     """
-    shares = shares or (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    shares = shares or SHARES
+    error = (1 - confidence) / len(shares)
+    best = (0.0, 0, 0)
+    for guesses, correct in guesses_of(scores, included, shares):
+        epsilon = _largest_rejected(len(scores), guesses, correct, delta, error)
+        best = max(best, (epsilon, guesses, correct))
+    return best
+
+
+def guesses_of(scores: Array, included: NDArray[np.bool_], shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Return, for each share of the canaries that is guessed, the number of guesses and of right ones."""
     if len(scores) != len(included):
         raise ValueError(f"there are {len(scores)} scores for {len(included)} canaries")
-    error = (1 - confidence) / len(shares)
     order = np.argsort(scores, kind="stable")
-    best = (0.0, 0, 0)
+    found = []
     for share in shares:
         half = max(1, int(share * len(scores)) // 2)
         correct = int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
-        epsilon = _largest_rejected(len(scores), 2 * half, correct, delta, error)
-        best = max(best, (epsilon, 2 * half, correct))
-    return best
+        found.append((2 * half, correct))
+    return found
 
 
 def _largest_rejected(canaries: int, guesses: int, correct: int, delta: float, error: float) -> float:

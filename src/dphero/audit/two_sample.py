@@ -42,6 +42,7 @@ class Audit:
         inside: Observations with the canary.
         outside: Observations without.
         uncharged: Releases for which the ledger charged nothing, where that was looked at; any refutes the claim.
+        noise_multiplier: σ that the claim is about, where that is known.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Audit:
     inside: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0), repr=False)
     outside: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0), repr=False)
     uncharged: int = 0
+    noise_multiplier: float | None = None
 
     @cached_property
     def epsilon_fitted(self) -> float | None:
@@ -73,6 +75,7 @@ class Audit:
         """Return the findings as plain values."""
         return {
             "mechanism": self.name,
+            "noise_multiplier": self.noise_multiplier,
             "claimed_epsilon": _finite(self.claim.epsilon),
             "true_epsilon": None if self.true_epsilon is None else _finite(self.true_epsilon),
             "audited_epsilon": self.audited_epsilon,

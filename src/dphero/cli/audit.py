@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dphero.audit.report import Report
 
 _PUBLISHED = "published"
+_RELEASES, _QUICK_RELEASES = 1000, 200
 
 
 def register(app: typer.Typer) -> None:
@@ -49,11 +50,14 @@ def audit(
     epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed, for --method.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out whole trainings: about a minute.")] = False,
     releases: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=40, max=10**7, help="Releases with the canary, and as many without; more give tighter bounds."
+            min=40,
+            max=10**7,
+            help="Releases with the canary, and as many without, for each attack; more give tighter bounds. Default "
+            "1000, with --quick 200.",
         ),
-    ] = 1000,
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
     confidence: Annotated[float, typer.Option(help="The probability with which each bound holds.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Decides canaries, noise and lots of the audit.")] = 0,
@@ -77,6 +81,7 @@ def audit(
         raise ValueError("--data, --epsilon and --dataset-size belong to --method: a run has its own")
     if target not in (None, _PUBLISHED) and not (noise_multiplier is None and delta is None):
         raise ValueError("--noise-multiplier and --delta are the run's own: leave them out")
+    releases = releases or (_QUICK_RELEASES if quick else _RELEASES)
     folder = out or (Path(target) / "audit" if target not in (None, _PUBLISHED) else None)
     if folder is not None:
         if out is None and folder.is_symlink():
@@ -196,59 +201,86 @@ def _save(report: Report, folder: Path) -> None:
 
 
 def _show(report: Report) -> None:
-    """Print the findings for people."""
+    """Print the findings for people: the conclusion first."""
     screen = console()
-    table = Table(title=f"Audit of {report.title}", title_justify="left", title_style="bold")
+    screen.print(Text(f"{report.conclusion}.", style="bold red" if report.refuted else "bold green"))
     known = any(each.true_epsilon is not None for each in report.audits)
-    for name in (
-        "audited",
-        "claimed ε",
-        *(["true ε"] if known else []),
-        "ε ≥, any mechanism",
-        "ε ≥, Gaussian",
-        "verdict",
-    ):
-        words = name in ("audited", "verdict")
-        table.add_column(name, justify="left" if words else "right", no_wrap=words)
-    for each in report.audits:
-        true = "–" if each.true_epsilon is None else _up(each.true_epsilon)
-        fitted = "–" if each.epsilon_fitted is None else f"{each.epsilon_fitted:.2f}"
-        cells = [_up(each.claim.epsilon), *([true] if known else []), f"{each.epsilon_any:.2f}", fitted]
-        table.add_row(each.name, *cells, _verdict(each.refuted))
-    for run in report.one_runs:
-        cells = [_up(run.claimed_epsilon), *([""] if known else []), f"{run.audited_epsilon:.2f}", "–"]
-        table.add_row(run.name.removeprefix("one training, "), *cells, _verdict(run.refuted))
-    if report.checks:
-        table.add_row(
-            f"{len(report.checks)} checks", *["–"] * (3 + known), _verdict(any(c.refuted for c in report.checks))
-        )
-    if report.ledger is not None:
-        cells = [_up(report.ledger.printed_epsilon), *([""] if known else []), "–", "–"]
-        table.add_row("its own ledger", *cells, _verdict(report.ledger.refuted))
+    table = Table(title=f"Audit of {report.title}", title_justify="left", title_style="bold")
+    for name in ("audited", "σ", "claimed ε", *(["true ε"] if known else []), "ε ≥, any", "ε ≥, Gaussian", "verdict"):
+        table.add_column(name, justify="left" if name in ("audited", "verdict") else "right", no_wrap=name == "verdict")
+    for name, sigma, claimed, true, least, fitted, verdict in _rows(report):
+        table.add_row(name, sigma, claimed, *([true] if known else []), least, fitted, verdict)
     screen.print(table)
-    for check in report.checks:
-        if check.refuted:
-            screen.print(f"{check.name} REFUTED: {check.finding} (p = {check.p_value:.2g})")
-    for run in report.one_runs:
-        guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
-        screen.print(f"{run.name[0].upper()}{run.name[1:]}: {guessed}")
-    for each in report.audits:
-        if each.uncharged:
-            screen.print(f"{each.name}: {each.uncharged} releases are not on the ledger")
-    for attack in report.attacks:
-        screen.print(
-            f"Membership inference, {attack.name}: AUC {attack.area:.3f} (0.5 is chance), true positive rate "
-            f"{attack.true_rate(0.001):.2%} at 0.1 % false positives"
-        )
-    for note in report.notes:
-        screen.print(f"Note: {note}.")
+    for line in _lines(report):
+        screen.print(line)
     first = report.audits[0]
     hold = "All lower bounds hold together" if report.confidence else "Each lower bound holds"
     screen.print(
         f"{hold} with confidence {report.confidence or first.confidence:g}, at δ = {first.claim.delta:g}. 'Gaussian' "
-        "assumes that the noise is what it claims to be up to its size; 'any mechanism' and the verdict assume "
+        "assumes that the noise is what it claims to be up to its size; 'any' (mechanism) and the verdict assume "
         "nothing. An audit can refute a claim, never prove one."
     )
+
+
+def _rows(report: Report) -> list[tuple[str, str, str, str, str, str, Text]]:
+    """Return the rows of the table, with the column of the true ε."""
+    rows: list[tuple[str, str, str, str, str, str, Text]] = []
+    for each in report.audits:
+        true = "–" if each.true_epsilon is None else _up(each.true_epsilon)
+        bounds = (f"{each.epsilon_any:.2f}", _number(each.epsilon_fitted))
+        sigma, claimed = _sigma(each.noise_multiplier), _up(each.claim.epsilon)
+        rows.append((each.name, sigma, claimed, true, *bounds, _verdict(each.refuted)))
+    for run in report.one_runs:
+        name, cells = (
+            run.name.removeprefix("one training, "),
+            (_up(run.claimed_epsilon), "", f"{run.audited_epsilon:.2f}"),
+        )
+        rows.append((name, _sigma(run.noise_multiplier), *cells, "–", _verdict(run.refuted)))
+    if report.checks:
+        broken = any(each.refuted for each in report.checks)
+        rows.append(
+            (f"{len(report.checks)} checks of noise, lots, geometry, price", "", "", "", "", "", _verdict(broken))
+        )
+    if report.ledger is not None:
+        printed = _up(report.ledger.printed_epsilon)
+        rows.append(("its own ledger", "", printed, "", "–", "–", _verdict(report.ledger.refuted)))
+    return rows
+
+
+def _lines(report: Report) -> list[str]:
+    """Return what is said below the table."""
+    lines = []
+    if report.ledger is not None and report.audits:
+        lines.append(
+            "The claim of a single release or small training is about two lots, at the σ beside it; that of the run is "
+            f"its own ledger's, ε = {_up(report.ledger.printed_epsilon)}."
+        )
+    for check in report.checks:
+        if check.refuted:
+            lines.append(f"REFUTED, {check.name}: {check.finding} (p = {check.p_value:.2g}).")
+    for run in report.one_runs:
+        guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
+        lines.append(f"{run.name[0].upper()}{run.name[1:]}: {guessed}")
+        lines += [f"  ε ≥ {each.epsilon:.2f} by its {each.name}; assumes {each.assumes}." for each in run.bounds]
+        if run.curve_refuted:
+            lines.append("  So many right guesses refute the claimed trade-off curve, whatever the mechanism.")
+    for each in report.audits:
+        if each.uncharged:
+            lines.append(f"{each.name}: {each.uncharged} releases are not on the ledger")
+    for attack in report.attacks:
+        lines.append(
+            f"Membership inference, {attack.name}: AUC {attack.area:.3f} (0.5 is chance), true positive rate "
+            f"{attack.true_rate(0.001):.2%} at 0.1 % false positives"
+        )
+    return lines + [f"Note: {note}." for note in report.notes]
+
+
+def _sigma(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _verdict(refuted: bool) -> Text:
