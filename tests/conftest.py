@@ -1,6 +1,7 @@
 """Settings for all tests: one thread a process, a GPU only for those that want one, the same examples every time."""
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -21,6 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("markexpr", "")
     if "gpu" not in chosen or "not gpu" in chosen:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_from_other_tests() -> None:
+    """Let no test be warned of a seed that another one used in the same process."""
+    if "dphero.noise.register" in sys.modules:
+        sys.modules["dphero.noise.register"]._used.clear()
 
 
 @pytest.fixture

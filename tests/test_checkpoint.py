@@ -536,7 +536,7 @@ def test_notes_and_used_seeds_go_with_the_ledger(tmp_path: Path) -> None:
         training(resumed.module, engine=resumed.engine, seed=5)
 
 
-NEW_KEYS = ("notes", "used_keys", "filter", "optimizer_classes", "expected_batch_size")
+NEW_KEYS = ("notes", "used_keys", "filter", "optimizer_classes", "expected_batch_size", "data", "budget")
 
 
 def test_checkpoints_from_before_some_things_were_saved_still_load(tmp_path: Path) -> None:
@@ -576,3 +576,143 @@ def test_a_file_in_use_by_a_living_process_is_left_alone(tmp_path: Path) -> None
         file.write_text("half")
     run.engine.save(tmp_path / "run.pt")
     assert alive.exists() and foreign.exists() and not dead.exists()
+
+
+# -- contradictions, other data, and loading that fails half-way ------------------------------------------------------
+
+
+def changed(contents: dict[str, Any], *way: str, to: Any) -> None:
+    """Change one value of a state."""
+    for name in way[:-1]:
+        contents = contents[name]
+    contents[way[-1]] = to(contents[way[-1]]) if callable(to) else to
+
+
+CONTRADICTIONS: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "releases": (("mechanism", "releases"), 2, "contradicts itself"),
+    "next lot": (("next_lot",), 4, "contradicts itself"),
+    "last noise": (("mechanism", "noise", "last_release"), 5, "contradicts itself"),
+    "renewed": (("mechanism", "renewed_at"), 9, "contradicts itself"),
+    "ledger's length": (("mechanism", "ledger"), lambda text: text.replace('"count": 3', '"count": 2'), "has 2"),
+    "ledger's sigma": (("mechanism", "ledger"), lambda text: text.replace(": 1.0", ": 7.0"), "holds .*noise_mult.*7"),
+    "ledger's rate": (("mechanism", "ledger"), lambda text: text.replace(": 0.2", ": 0.1"), "holds .*rate=0.1"),
+    "weights": (("module", "0.weight"), lambda weight: weight * float("nan"), "'0.weight' .* is not finite"),
+    "waiting": (("waiting",), [3], "speaks of optimizers"),
+    "gradients": (("gradients",), {"0.weight": torch.ones(2)}, "gradient of '0.weight'"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_parts_that_contradict_each_other_are_refused_and_nothing_is_changed(name: str, tmp_path: Path) -> None:
+    """Also in a file whose digest is right."""
+    run, fresh, twin = training(), training(), training()
+    run.steps(3)
+    run.engine.save(tmp_path / "run.pt")
+    contents = checkpoint.load(tmp_path / "run.pt")
+    way, value, match = CONTRADICTIONS[name]
+    changed(contents.engine, *way, to=value)
+    checkpoint.save(tmp_path / "run.pt", contents.engine, None, None)
+    weights, random_state = fresh.weights(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=match):
+        fresh.engine.load(tmp_path / "run.pt")
+    assert same(weights, fresh.weights()) and torch.equal(random_state, torch.get_rng_state())
+    assert fresh.engine.ledger.steps == 0
+    assert same(fresh.steps(1)[0], twin.steps(1)[0])
+
+
+def failing_at(part: str, run: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have one part of a run fail when it is loaded, after it has changed."""
+    owner = {"optimizer": run.optimizer, "scheduler": run.scheduler, "module": run.module}[part]
+    load, calls = owner.load_state_dict, []
+
+    def fail(state: Any) -> None:
+        load(state)
+        calls.append(state)
+        if len(calls) == 1:
+            raise KeyError("something is missing")
+
+    monkeypatch.setattr(owner, "load_state_dict", fail)
+
+
+@pytest.mark.parametrize("part", ["scheduler", "optimizer", "module"])
+def test_what_fails_half_way_leaves_everything_as_it_was(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, fresh, twin = (training(optimizer=SGD, scheduler=cosine) for _ in range(3))
+    run.steps(3)
+    run.engine.save(tmp_path / "run.pt", scheduler=run.scheduler)
+    failing_at(part, fresh, monkeypatch)
+    torch.manual_seed(5)
+    weights, random_state, schedule = fresh.weights(), torch.get_rng_state(), str(fresh.scheduler.state_dict())
+    with pytest.raises(KeyError):
+        fresh.engine.load(tmp_path / "run.pt", scheduler=fresh.scheduler)
+    assert same(weights, fresh.weights()) and torch.equal(random_state, torch.get_rng_state())
+    assert str(fresh.scheduler.state_dict()) == schedule
+    assert str(fresh.optimizer.state_dict()) == str(twin.optimizer.state_dict())
+    assert fresh.engine.ledger.steps == 0 and fresh.loader.lots.next == 0 and "went back" not in caplog.text
+    assert same(fresh.steps(1)[0], twin.steps(1)[0])
+
+
+class Pictures(Dataset):
+    """Records that may be flipped at random, with the generator that the name says."""
+
+    def __init__(self, size: int = 60, chance: float = 0.0, shift: float = 0.0) -> None:
+        self.records, self.chance, self.shift = data(size), chance, shift
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x, y = self.records[index]
+        if self.chance and torch.rand(()) < self.chance:
+            x = x.flip(0)
+        return {"x": x + self.shift, "y": y, "name": f"record {index}"}
+
+
+OTHER_DATA: dict[str, tuple[Any, Any, str]] = {
+    "number": (data(), data(61), "their number differs"),
+    "values": (data(), data(60, seed=1), "8 of 8 records"),
+    "types": (data(), torch.utils.data.TensorDataset(data().tensors[0].double(), data().tensors[1]), "number or type"),
+    "own class": (Pictures(), Pictures(shift=0.5), "8 of 8 records"),
+    "order": (data(), torch.utils.data.Subset(data(), list(range(59, -1, -1))), "8 of 8 records"),
+}
+
+
+def with_data(dataset: Any) -> Training:
+    return training(data_loader=dataset, expected_batch_size=12, dataset_size=60)
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, match = OTHER_DATA[name]
+    with_data(first).engine.save(tmp_path / "run.pt")
+    with_data(first).engine.load(tmp_path / "run.pt")
+    other = with_data(second)
+    with pytest.raises(ValueError, match=f"other data .*{match}"):
+        other.engine.load(tmp_path / "run.pt")
+    monkeypatch.setattr("dphero.engine.require_same_data", lambda *arguments: None)
+    other.engine.load(tmp_path / "run.pt")  # without the guard
+
+
+@pytest.mark.parametrize("chance", [0.1, 0.5, 1.0])
+def test_random_augmentation_is_no_other_data(chance: float, tmp_path: Path) -> None:
+    for trial in range(5):
+        torch.manual_seed(trial)
+        with_data(Pictures(chance=chance)).engine.save(tmp_path / "run.pt")
+        torch.manual_seed(100 + trial)
+        with_data(Pictures(chance=chance)).engine.load(tmp_path / "run.pt")
+
+
+def test_looking_at_the_data_moves_no_generator_and_reveals_no_number(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    run = with_data(Pictures(chance=0.5))
+    states = torch.get_rng_state(), str(np.random.get_state()), random.getstate()
+    run.engine.save(tmp_path / "run.pt")
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (str(np.random.get_state()), random.getstate())
+    described = checkpoint.load(tmp_path / "run.pt").engine["data"]
+    run.engine.save(tmp_path / "again.pt")
+    assert checkpoint.load(tmp_path / "again.pt").engine["data"] == described  # looked at once
+    other = with_data(Pictures(chance=0.5))
+    other.engine.save(tmp_path / "other.pt")
+    assert checkpoint.load(tmp_path / "other.pt").engine["data"]["records"] != described["records"]  # another salt

@@ -6,9 +6,11 @@ anything else is read, so that what was damaged on a disk or on a way is named, 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from os import PathLike
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from dphero._files import DamagedFile, has_zip_seal, open_zip, read_bytes, seal_zip, write_atomically
 
-__all__ = ["Checkpoint", "load", "save"]
+__all__ = ["Checkpoint", "load", "save", "unchanged_on_failure"]
 
 _VERSION, _UNSEALED_VERSION = 2, 1
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -52,6 +54,25 @@ class Checkpoint:
         np.random.set_state((kind, words.numpy(), position, has_gauss, gauss))
         version, state, following = self.random["python"]
         random.setstate((version, tuple(state), following))
+
+
+@contextmanager
+def unchanged_on_failure(*parts: Any) -> Iterator[None]:
+    """Put everything back if a ``with`` block fails: what is loaded is loaded whole, or not at all.
+
+    Args:
+        parts: Modules, optimizers, whatever else has ``state_dict`` and ``load_state_dict``. The global generators are
+            put back as well.
+    """
+    before = [(part, copy.deepcopy(part.state_dict())) for part in parts]
+    generators = _random_state()
+    try:
+        yield
+    except BaseException:
+        for part, state in before:
+            part.load_state_dict(state)
+        Checkpoint({}, None, {}, generators).restore_random()
+        raise
 
 
 def save(path: str | PathLike[str], engine: Mapping[str, Any], scheduler: Any, extra: Mapping[str, Any] | None) -> None:

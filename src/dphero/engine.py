@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,11 +54,15 @@ from dphero.sampling import (
     Sampler,
     ShuffleSampler,
     dataset_of,
+    describe_data,
     public_lot,
     public_rate,
+    require_same_data,
 )
 
 __all__ = ["PrivacyEngine"]
+
+logger = logging.getLogger(__name__)
 
 Optimizers = Optimizer | Sequence[Optimizer]
 
@@ -66,6 +71,12 @@ _KEY_SHARED = (
     "Another run of the same process used the same key of noise (a seed, or a checkpoint continued twice). Its noise "
     "was another wherever its sums were; if both runs are published, their budgets add up."
 )
+_SET_ANEW = (
+    "The noise was set anew after {} releases ({}; then {}). The bound holds if that was decided beforehand, or from "
+    "public things. If it was decided by what had come out, composition is fully adaptive, for which this bound is not "
+    "proven: only a Rényi filter that was fixed before the first release covers that."
+)
+_RAISED = "The limit was raised from {} to {} after releases had been made: the first limit is no longer kept."
 _SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 
 
@@ -97,6 +108,8 @@ class PrivacyEngine:
         self._ledger = Ledger()
         self._used: set[str] = set()  # marks of the keys of noise: none may be used again
         self._past_notes: dict[str, None] = {}
+        self._described: dict[str, Any] | None = None  # the data, for checkpoints
+        self._budget: Budget | None = None  # it outlives a training, as the ledger does
 
     def make_private(
         self,
@@ -236,6 +249,9 @@ class PrivacyEngine:
             cuda_graphs=cuda_graphs,
         )
         self._used |= _mark(noise)
+        self._source, self._described = (data_loader, size), None
+        self._run.mechanism.budget = self._budget = self._budget_of(self._accountant)
+        self._note_if_set_anew(event(float(noise_multiplier)))
         loader = PrivateLoader(
             data_loader,
             sampler,
@@ -323,15 +339,61 @@ class PrivacyEngine:
         return attached
 
     def limit(self, epsilon: float, delta: float) -> None:
-        """Refuse, from now on, every lot that would take the run beyond (ε, δ).
+        """Refuse, from now on, every lot that would take what this engine released beyond (ε, δ).
 
+        The limit outlives :meth:`detach`, and goes with checkpoints: of a checkpoint's and the engine's own, the
+        smaller one holds after :meth:`load`. To raise it, call this again; a note in the statement then says so.
         For ``mechanism="published"`` this is a Rényi filter, whose size must be fixed before the first release. To
         resume such a run, set the same limit before :meth:`load`.
         """
         run = self._attached
         if self._accountant == "filter" and self.ledger.steps:
             raise RuntimeError('with mechanism="published" a limit must be set before the first step of this engine')
-        run.mechanism.budget = Budget(epsilon, delta, accountant=self._accountant)
+        before, self._budget = self._budget, Budget(epsilon, delta, accountant=self._accountant)
+        run.mechanism.budget = self._budget
+        if before is not None and self.ledger.steps and (epsilon > before.epsilon or delta > before.delta):
+            note = _RAISED.format(f"({before.epsilon:g}, {before.delta:g})", f"({epsilon:g}, {delta:g})")
+            logger.warning("%s", note)
+            self._past_notes[note] = None
+
+    def _budget_of(self, accountant: str) -> Budget | None:
+        """Return the engine's limit for a training that is about to begin."""
+        budget = self._budget
+        if budget is None or budget.accountant == accountant or self._ledger.steps:
+            return budget
+        return Budget(budget.epsilon, budget.delta, accountant=accountant)
+
+    def _stricter_budget(self, saved: Sequence[Any] | None) -> Budget | None:
+        """Return the smaller of the limits of a checkpoint and of this engine.
+
+        Raises:
+            ValueError: If neither is the smaller one.
+        """
+        ours = self._budget
+        if saved is None:
+            return ours
+        theirs = Budget(saved[0], saved[1], saved[2], filter_order=saved[3])
+        if ours is None:
+            return theirs
+        if ours.delta != theirs.delta:
+            raise ValueError(
+                f"the checkpoint has limit({theirs.epsilon:g}, {theirs.delta:g}), this engine limit({ours.epsilon:g}, "
+                f"{ours.delta:g}): at different δ neither is the stricter one. Load without a limit, or with that δ"
+            )
+        if ours.epsilon > theirs.epsilon:
+            logger.info("The limit of the checkpoint, ε %g, stays: it is stricter than %g.", saved[0], ours.epsilon)
+            return Budget(theirs.epsilon, theirs.delta, ours.accountant)
+        return ours
+
+    def _note_if_set_anew(self, event: Event) -> None:
+        """Note if a training releases otherwise than those before it: somebody chose that after outputs were seen."""
+        names = ("noise_multiplier", "sample_rate")
+        now = {name: getattr(event, name, None) for name in names}
+        for earlier in self._ledger.counts:
+            then = {name: getattr(earlier, name, None) for name in names}
+            if type(earlier) is type(event) and then != now:
+                was, is_now = ("σ {noise_multiplier}, q {sample_rate}".format(**each) for each in (then, now))
+                self._past_notes[_SET_ANEW.format(self._ledger.steps, was, is_now)] = None
 
     # -- what it costs ------------------------------------------------------------------------------------
 
@@ -413,7 +475,16 @@ class PrivacyEngine:
             scheduler: Anything with ``state_dict``.
             extra: Whatever else the caller wants back from :meth:`load`: tensors and plain values.
         """
-        state = {**self._attached.state_dict(), "notes": list(self._notes), "used_keys": sorted(self._used)}
+        if self._described is None:
+            self._described = describe_data(*self._source)
+        budget = self._budget
+        state = {
+            **self._attached.state_dict(),
+            "notes": list(self._notes),
+            "used_keys": sorted(self._used),
+            "data": self._described,
+            "budget": budget and [budget.epsilon, budget.delta, budget.accountant, budget.filter_order],
+        }
         with self._attached.lots.generators.set_aside():  # a resumed run draws a batch's random numbers anew
             checkpoint.save(path, state, scheduler, extra)
 
@@ -428,20 +499,26 @@ class PrivacyEngine:
             The ``extra`` that was saved.
 
         Raises:
-            ValueError: If the file cannot be read, or belongs to another run; nothing is changed then.
+            ValueError: If the file is damaged, or belongs to another run or to other data; nothing is changed then.
         """
         saved = checkpoint.load(path)
         if (saved.scheduler is None) != (scheduler is None):
             how = "without" if saved.scheduler is None else "with"
             raise ValueError(f"{path} was saved {how} a scheduler; load it the same way")
-        run = self._attached
-        run.load_state_dict(saved.engine)
+        run, data = self._attached, saved.engine.get("data")  # older files do not tell
+        if data is not None:
+            require_same_data(data, *self._source)
+        budget = self._stricter_budget(saved.engine.get("budget"))
+        with checkpoint.unchanged_on_failure(*([] if scheduler is None else [scheduler])):
+            if scheduler is not None:
+                scheduler.load_state_dict(saved.scheduler)
+            saved.restore_random()  # it may fail; and again below, since the next line moves generators
+            run.load_state_dict(saved.engine)
+        saved.restore_random()
         # nothing was released before: what is known of earlier training is what the file says (older ones are silent)
         self._past_notes = dict.fromkeys(saved.engine.get("notes", ()))
         self._used = {*saved.engine.get("used_keys", ()), *_mark(run.mechanism.noise)}
-        if scheduler is not None:
-            scheduler.load_state_dict(saved.scheduler)
-        saved.restore_random()
+        self._described, self._budget, run.mechanism.budget = data, budget, budget
         return saved.extra
 
     def paused(self) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from math import prod
 from typing import Any, Literal, Protocol
 
@@ -352,8 +353,12 @@ class Mechanism:
             "ledger": self.ledger.to_json(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint."""
+    def check_state(self, state: Mapping[str, Any], next_lot: int) -> None:
+        """Refuse the state of another mechanism, and one whose parts contradict each other; nothing is changed.
+
+        Raises:
+            ValueError: If so.
+        """
         if state["mode"] != self.mode:
             raise ValueError(f"the checkpoint was made with mechanism {state['mode']!r}, this engine has {self.mode!r}")
         if state["noise_multiplier"] != self.noise_multiplier:
@@ -361,19 +366,67 @@ class Mechanism:
                 f"the checkpoint was made with noise multiplier {state['noise_multiplier']}, this engine has "
                 f"{self.noise_multiplier}; make the model private with the same value to resume"
             )
-        self.releases, self._renewed_at = int(state["releases"]), int(state["renewed_at"])
-        self.noise.load_state_dict(state["noise"])
-        self.clipping.load_state_dict(state["clipping"])
+        releases, ledger = int(state["releases"]), Ledger.from_json(state["ledger"])
+        noises = self.noise.read_last_release(state["noise"]) + 1
+        counts = {"releases": releases, "next lot": next_lot, "noises": noises}
+        if not releases == next_lot >= noises or not 0 <= int(state["renewed_at"]) <= releases:
+            raise ValueError(f"the checkpoint contradicts itself, and cannot be trusted: {counts}")
+        if ledger.steps < releases:
+            raise ValueError(
+                f"the checkpoint contradicts itself: {releases} releases were made, its ledger has {ledger.steps}"
+            )
+
+    def check_ledger(self) -> None:
+        """Refuse a ledger in which the releases of this training cost something else than they do here.
+
+        Raises:
+            ValueError: If so.
+        """
+        for event in _latest(self.ledger, self.releases):
+            if not self._may_be_ours(event):
+                raise ValueError(
+                    f"the checkpoint's ledger holds {event} for a release of this training, which costs "
+                    f"{self._event(self.noise_multiplier)}: make the model private with the same arguments to resume"
+                )
+
+    def _may_be_ours(self, event: Event) -> bool:
+        """Tell whether a release of this mechanism may have cost this."""
+        if isinstance(event, NoNoise):
+            return self.mode == "published"
+        own = self._event(self.noise_multiplier)
+        free = {"epoch"} if self.mode != "published" else {"noise_multiplier"}
+        names = {field.name for field in fields(own)} - free
+        return type(event) is type(own) and all(getattr(event, name) == getattr(own, name) for name in names)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint that was checked; :meth:`load_noise` is the last step."""
+        ledger = Ledger.from_json(state["ledger"])
         device = next(iter(self._parameters.values())).device  # checkpoints are read to the CPU
         wanted = [state["guidance"], state["geometry"], state.get("next_geometry")]  # older checkpoints have no such
         guidance, geometry, following = tree_map_only(Tensor, lambda tensor: tensor.to(device), wanted)
+        self.clipping.load_state_dict(state["clipping"])
         self.guidance.load_state_dict(guidance)
-        self.ledger = Ledger.from_json(state["ledger"])
+        self.releases, self._renewed_at, self.ledger = int(state["releases"]), int(state["renewed_at"]), ledger
         self._geometry = self._from_states(geometry)
         self._next, self._begun = None if following is None else self._from_states(following), False
 
+    def load_noise(self, state: Mapping[str, Any]) -> None:
+        """Go on with the noise of a checkpoint: when nothing else can fail any more, since noise does not go back."""
+        self.noise.load_state_dict(state["noise"])
+
     def _from_states(self, states: Mapping[str, Any]) -> dict[str, Geometry]:
         return {**self._identity, **{name: Geometry.from_state(state) for name, state in states.items()}}
+
+
+def _latest(ledger: Ledger, count: int) -> list[Event]:
+    """Return the events of the latest releases, equal ones that follow each other once."""
+    found: list[Event] = []
+    for event, times in reversed(list(ledger.runs())):
+        if count <= 0:
+            break
+        found.append(event)
+        count -= times
+    return found
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from dphero.checkpoint import unchanged_on_failure
 from dphero.checks.optimizers import with_closure_evaluated
 from dphero.checks.padding import PaddingCheck
 from dphero.gradients.batch import GradientBatch
@@ -267,26 +268,25 @@ class Run:
                 "state_dict)."
             )
         self._check(state)
-        before = self.mechanism.state_dict()
-        try:
+        gradients = {name: state["gradients"][name].to(self.parameters[name]) for name in state["gradients"]}
+        waiting = {self.optimizers[number] for number in state["waiting"]}
+        with unchanged_on_failure(self.module, *self.optimizers, self.sampler, self.mechanism):
             self.mechanism.load_state_dict(state["mechanism"])
             self.sampler.load_state_dict(state["sampler"])
-        except Exception:
-            self.mechanism.load_state_dict(before)
-            raise
-        self.module.load_state_dict(state["module"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            self.mechanism.check_ledger()
+            self.module.load_state_dict(state["module"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.mechanism.load_noise(state["mechanism"])
         self.lots.restart(int(state["next_lot"]))
         self.lot_sum.clear()
         self.taps.clear()
         self._handed.clear()
         for name, parameter in self.parameters.items():
-            parameter.grad = None
-            if name in state["gradients"]:
-                parameter.grad = state["gradients"][name].to(parameter)
+            parameter.grad = gradients.get(name)
+            if parameter.grad is not None:
                 self._handed[name] = weakref.ref(parameter.grad)
-        self._waiting = {self.optimizers[number] for number in state["waiting"]}
+        self._waiting = waiting
 
     @property
     def _optimizer_classes(self) -> list[str]:
@@ -330,6 +330,22 @@ class Run:
                 f"{self.mechanism.expected_lot:g}: every gradient would be divided by another number than before"
             )
         self._check_filter(state.get("filter"))
+        self._check_values(state)
+        self.mechanism.check_state(state["mechanism"], int(state["next_lot"]))
+
+    def _check_values(self, state: Mapping[str, Any]) -> None:
+        """Refuse weights that are not numbers, and gradients that are of no parameter."""
+        for name in self.parameters:
+            if not state["module"][name].isfinite().all():
+                raise ValueError(
+                    f"parameter {name!r} of the checkpoint is not finite: the training had diverged, or the file is "
+                    "damaged. Go back to an earlier checkpoint, with a smaller learning rate"
+                )
+        for name, gradient in state["gradients"].items():
+            if name not in self.parameters or gradient.shape != self.parameters[name].shape:
+                raise ValueError(f"the checkpoint holds a gradient of {name!r} that is not one of this model")
+        if not all(0 <= number < len(self.optimizers) for number in state["waiting"]):
+            raise ValueError(f"the checkpoint speaks of optimizers {state['waiting']}, of {len(self.optimizers)}")
 
     def _check_filter(self, saved: Sequence[float] | None) -> None:
         """Refuse a filter that was not there from the first release on: its size may follow from what came out."""

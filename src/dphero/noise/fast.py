@@ -100,7 +100,7 @@ class FastNoise(OneTimeSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the key of the saved run and continue after its last release."""
         self._notice_fork()
-        last_release, key = self._read_last_release(state), bytes.fromhex(state["key"])
+        last_release, key = self.read_last_release(state), bytes.fromhex(state["key"])
         if key == self._key and last_release < self._last_release:
             logger.warning(
                 "Noise went back from release %d to %d of the same stream: what was released in between and "

@@ -66,7 +66,7 @@ class SecureNoise(OneTimeSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last release of the saved run, under a new key."""
         self._notice_fork()
-        self._last_release = self._read_last_release(state)
+        self._last_release = self.read_last_release(state)
         self._start()
 
     def _enter_new_process(self) -> None:

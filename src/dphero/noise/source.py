@@ -71,6 +71,13 @@ class NoiseSource(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold for the run to go on; plain values only."""
 
+    def read_last_release(self, state: Mapping[str, Any]) -> int:
+        """Return the index of the last release of a saved source.
+
+        Raises:
+            ValueError: If it was saved by another kind of source.
+        """
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last release of the run that `state` was saved from."""
 
@@ -148,7 +155,8 @@ class OneTimeSource(ABC):
     def _enter_new_process(self) -> None:
         """Called once in a forked child, before it draws: it must not share its parent's stream."""
 
-    def _read_last_release(self, state: Mapping[str, Any]) -> int:
+    def read_last_release(self, state: Mapping[str, Any]) -> int:
+        """Return the index of the last release of a saved source, which must be of this kind."""
         name = type(self).__name__
         if state.get("source") != name:
             raise ValueError(
