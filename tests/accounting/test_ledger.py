@@ -148,3 +148,14 @@ def test_json_is_versioned():
 def test_what_cannot_be_read_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Ledger.from_json(text)
+
+
+def test_a_ledger_knows_what_it_may_have_grown_from():
+    first, second = PoissonGaussian(0.01, 1.0), PoissonGaussian(0.01, 2.0)
+    ledger = Ledger().with_event(first, 3).with_event(second, 2)
+    for earlier in (Ledger(), Ledger().with_event(first, 2), Ledger().with_event(first, 3), ledger.copy()):
+        assert ledger.begins_with(earlier)
+    other = Ledger().with_event(first, 2).with_event(second, 2)
+    for later in (Ledger().with_event(second), other, ledger.with_event(second), ledger.with_event(first)):
+        assert not ledger.begins_with(later)
+    assert not Ledger().begins_with(ledger)

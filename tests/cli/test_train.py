@@ -155,3 +155,17 @@ def test_a_terminal_that_is_closed_does_not_cost_the_last_steps(tmp_path):
     os.close(terminal)  # sends SIGHUP, and whatever is printed from now on fails
     os.waitpid(process, 0)
     assert (out / "checkpoint.pt").stat().st_mtime_ns > before and RunDirectory.open(out).result is None
+
+
+def test_a_second_ctrl_c_says_what_was_done(tmp_path, monkeypatch):
+    from dphero import experiments
+
+    def stopped(directory, report):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments, "train", stopped)
+    result = run("--data", "digits", "--epsilon", 3, "--out", tmp_path / "run")
+    assert result.exit_code == 130
+    said = " ".join(result.stderr.split())
+    assert "stopped at once; nothing was saved after the last checkpoint" in said
+    assert said.endswith(f"dphero train --resume {tmp_path / 'run'}")

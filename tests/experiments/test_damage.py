@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from dphero.audit.run_ledger import check_ledger
 from dphero.experiments import Interrupted, RunDirectory, resolve, rundir, train
+from dphero.experiments.plan import Planned, load_plan, save_plan
 from dphero.experiments.prediction import Predictor
 
 pytest.importorskip("sklearn")
@@ -172,3 +173,39 @@ def test_runs_of_older_versions_are_read(copy):
         json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name not in new})
     )
     assert use(copy) == expected
+
+
+def test_a_damaged_ledger_of_a_stopped_run_is_named_and_written_anew(stopped, finished, tmp_path, caplog):
+    for place, (old, new) in enumerate([(b"3.0", b"7.0"), (b'"count": 7', b'"count": 6'), (b"{", b"")]):
+        path = shutil.copytree(stopped, tmp_path / str(place))
+        whole = (path / "ledger.json").read_bytes()
+        assert old in whole
+        (path / "ledger.json").write_bytes(whole.replace(old, new))
+        caplog.clear()
+        train(RunDirectory.open(path))
+        assert "ledger.json is damaged" in caplog.text and "anew" in caplog.text
+        assert (path / "ledger.json").read_bytes() == (finished / "ledger.json").read_bytes()
+    caplog.clear()
+    train(RunDirectory.open(shutil.copytree(stopped, tmp_path / "whole")))
+    assert not caplog.records
+
+
+def test_a_damaged_plan_is_named(tmp_path):
+    planned = Planned("a", resolve(SETTINGS), setting={"lr": 0.5})
+    save_plan(tmp_path, [planned])
+    path = tmp_path / "plan.json"
+    whole = path.read_bytes()
+    for damaged in damages(whole):
+        path.write_bytes(damaged)
+        try:
+            found = load_plan(tmp_path)
+        except ValueError as error:
+            assert "plan.json" in str(error)
+        else:
+            assert found == [planned]  # white space
+    path.write_bytes(whole)
+    save_plan(tmp_path, [planned])
+    plain = {name: value for name, value in json.loads(whole).items() if name != "sha256"}
+    path.write_text(json.dumps({**plain, "version": 1}))  # as older versions wrote it
+    assert load_plan(tmp_path) == [planned]
+    save_plan(tmp_path, [planned])

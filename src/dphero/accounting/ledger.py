@@ -115,6 +115,16 @@ class Ledger:
         other.record(event, count)
         return other
 
+    def begins_with(self, earlier: Ledger) -> bool:
+        """Whether this ledger may have grown from another: its first releases are all that the other holds."""
+        if not earlier._runs:
+            return True
+        *before, (last, count) = earlier._runs
+        if len(self._runs) <= len(before) or self._runs[: len(before)] != before:
+            return False
+        event, here = self._runs[len(before)]
+        return event == last and here >= count
+
     def to_dict(self) -> dict[str, Any]:
         """The ledger as plain values: ``{"version": 1, "events": [{"kind": ..., "count": ...}, ...]}``."""
         events = [{**event.to_dict(), "count": count} for event, count in self]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from dphero._files import open_for_lock
+from dphero._files import open_for_lock, read_bytes
 from dphero.data.catalog import BuiltIn
 
 __all__ = ["directory", "install", "leftovers", "read", "staging", "state"]
@@ -65,10 +65,11 @@ def read(built_in: BuiltIn, root: Path) -> dict[str, bytes]:
     contents = {}
     for file in built_in.files:
         try:
-            content = (folder / file.name).read_bytes()
-        except OSError as error:
+            content = read_bytes(folder / file.name)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise ValueError(
-                f"{folder / file.name} cannot be read ({error.strerror}): `dphero data get {built_in.name}` repairs it"
+                f"{folder / file.name} cannot be read ({why}): `dphero data get {built_in.name}` repairs it"
             ) from error
         if not file.is_content(content):
             raise ValueError(

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dphero import recipe as recipes
-from dphero._files import DamagedFile
+from dphero._files import DamagedFile, open_json, seal_json
 from dphero.experiments.files import read_json, to_json, write_text
 from dphero.recipe import Recipe
 
 __all__ = ["Planned", "load_plan", "save_plan"]
+
+_VERSION = 2  # of plan.json: sealed
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,16 @@ def save_plan(directory: Path, plan: Sequence[Planned]) -> None:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"two runs are called {sorted(twice)[0]!r}: names must differ, in more than case")
     path = directory / "plan.json"
-    text = to_json({"version": 1, "runs": [_as_dict(planned) for planned in plan]}, indent=1) + "\n"
-    if path.exists():
-        if path.read_bytes() != text.encode():
+    runs = json.loads(to_json([_as_dict(planned) for planned in plan]))
+    if os.path.lexists(path):
+        before = _read(path)
+        if before["runs"] != runs:
             raise ValueError(
-                f"{directory} holds another comparison: {_difference(read_json(path, 'runs'), plan)}; go on with "
+                f"{directory} holds another comparison: {_difference(before, plan)}; go on with "
                 f"that by --resume {directory}, or give another --out"
             )
         return
+    text = to_json(seal_json({"version": _VERSION, "runs": runs}), indent=1) + "\n"
     directory.mkdir(parents=True, exist_ok=True)
     write_text(path, text, private=True)  # it holds the seeds
 
@@ -77,7 +81,7 @@ def load_plan(directory: Path, *, trust: bool = False) -> list[Planned]:
     if not os.path.lexists(path):
         raise ValueError(f"{directory} is not the directory of a comparison: there is no plan.json in it")
     try:
-        runs = read_json(path, "runs")["runs"]
+        runs = _read(path)["runs"]
         plan = [Planned(run["name"], recipes.merge(run["recipe"]), run["target"], dict(run["setting"])) for run in runs]
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(path, f"{error!r} (or it is of another version)") from error
@@ -86,6 +90,12 @@ def load_plan(directory: Path, *, trust: bool = False) -> list[Planned]:
             raise DamagedFile(path, f"{planned.name!r} is no name of a run's directory")
         recipes.require_trust(planned.recipe.as_dict(), path, trust)
     return plan
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what ``plan.json`` holds, verified; the first version had no digest."""
+    found = read_json(path, "version", "runs")
+    return open_json(found, path, required=found["version"] != 1)
 
 
 def _as_dict(planned: Planned) -> dict[str, Any]:

@@ -285,6 +285,24 @@ class RunDirectory:
         except ValueError as error:
             raise DamagedFile(path, error) from error
 
+    def compare_ledger(self, ledger: Ledger) -> None:
+        """Say so if the file does not begin with the checkpoint's ledger; it may go on from there: it is saved first.
+
+        A damaged file costs nothing: it is about to be written anew, from the checkpoint.
+        """
+        try:
+            whole = self.ledger.begins_with(ledger)
+        except FileNotFoundError:
+            return
+        except ValueError as error:
+            logger.warning("%s; it is written anew from the checkpoint", error)
+        else:
+            if not whole:
+                logger.warning(
+                    "%s is damaged: its releases are not those of the checkpoint; it is written anew from that",
+                    self.path / "ledger.json",
+                )
+
     def save_ledger(self, ledger: Ledger) -> None:
         """Write the ledger."""
         write_text(self.path / "ledger.json", ledger.to_json() + "\n")

@@ -203,6 +203,7 @@ class _Loop:
             self._save()  # the keys of lots and noise: whatever happens next can be repeated, not drawn anew
             return
         extra = self.trainer.load(self.directory.checkpoint)
+        self.directory.compare_ledger(self.trainer.ledger)
         running = extra.get("running", {})  # older checkpoints have none
         self.losses = list(running.get("losses", torch.empty(0)).to(self.trainer.task.device).unbind())
         self.seconds = float(extra["seconds"])
