@@ -196,9 +196,9 @@ def folder_shapes() -> Figures:
 
     shapes = []
     with TemporaryDirectory() as folder:
-        for half in ("train", "test"):
-            (Path(folder) / half / "a").mkdir(parents=True)
-            Image.new("L", (4, 4)).save(Path(folder) / half / "a" / "0.png")
+        for place in ("train/a", "train/b", "test/a", "test/b"):
+            (Path(folder) / place).mkdir(parents=True)
+            Image.new("L", (4, 4)).save(Path(folder) / place / "0.png")
         for number in range(2):
             shapes.append(str(tuple(load(folder).train.images.shape[1:])))
             Image.new("RGB", (4, 4), (255, 0, 0)).save(Path(folder) / "train" / "a" / f"{number + 1}.png")
