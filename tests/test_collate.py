@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -314,6 +316,24 @@ def test_one_long_record_moves_the_sum_by_many_times_the_clip_norm(monkeypatch: 
         assert float((release([12] * 100 + [120]) - release([12] * 100)).norm()) > 3
 
 
+def test_a_long_record_is_noticed_after_many_lengths() -> None:
+    """Lengths of 60 to 79 first, many times, and then one of 600: a mean over positions hardly shows the former."""
+
+    class Nearly(Pooled):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            masked = super().forward(x, lengths)
+            return masked if x.shape[1] < 100 else masked + x.mean((1, 2))[:, None]
+
+    model = Nearly(True)
+    _, _, loader = private(model, loader_of(pad, [60 + i % 20 for i in range(40)] + [600]), sample_rate=0.1)
+    lots = iter([*([i, i + 20 - j] for j in range(1, 8) for i in range(4)), [0, 1, 40]])
+    loader.sampler.draw = lambda lot: np.array(next(lots))
+    with pytest.raises(ValueError, match="does not ignore the padding"):
+        while True:
+            for x, lengths, y in loader:
+                F.cross_entropy(model(x, lengths), y).backward()
+
+
 @pytest.mark.parametrize("name", UNMASKED)
 @pytest.mark.parametrize("function", [pad, sorted_pad])
 def test_a_model_that_sees_padding_is_refused(name: str, function: Callable[[Items], Any]) -> None:
@@ -326,6 +346,69 @@ def test_a_model_that_sees_padding_is_refused(name: str, function: Callable[[Ite
 def test_a_model_that_ignores_padding_is_accepted(name: str, function: Callable[[Items], Any]) -> None:
     train(MASKED[name](), loader_of(function))
     train(MASKED[name](), loader_of(function), physical_batch_size=7, steps=2)
+
+
+class Square(nn.Module):
+    """Takes as many features as there are positions in the longest example, and a matrix of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Linear(8, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        attention = torch.softmax(torch.where(allowed, x @ x.transpose(1, 2), -1e9), 2)
+        return self.head((attention @ self.features(x)).tanh()[:, 0])
+
+
+def test_features_are_told_from_positions() -> None:
+    model = Square()
+    engine, _, loader = private(model, loader_of(pad))
+    for x, lengths, y in loader:
+        wide = torch.cat([x, x, x[..., :2]], 2)  # 8 features, as many as the longest example has positions
+        assert wide.shape[1:] == (8, 8)
+        allowed = (torch.arange(8) < lengths[:, None])[:, None, :].expand(-1, 8, 8)
+        F.cross_entropy(model(wide, allowed), y).backward()
+    assert engine.steps == 2
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.EmbeddingBag(30, 5, padding_idx=0), nn.Linear(5, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def flat(items: list[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
+    """As in torch's tutorial: the tokens of all examples in a row, and where each begins."""
+    tokens = [item["input_ids"] for item in items]
+    starts = torch.tensor([0] + [len(each) for each in tokens[:-1]]).cumsum(0)
+    return (
+        torch.tensor([token for each in tokens for token in each]),
+        starts,
+        torch.tensor([item["labels"] for item in items]),
+    )
+
+
+def matrix(items: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
+    batch = tokens_padded(items)
+    return batch["input_ids"], batch["labels"]
+
+
+def test_bags_are_padded_instead_of_offset() -> None:
+    with pytest.raises(ValueError, match=r"shapes \(\d+,\) and \(\d+,\) at \[0\].*padding_idx"):
+        first_batches(DataLoader(Tokens(), batch_size=20, collate_fn=flat))
+    model = Bag()
+    alone = copy.deepcopy(model)
+    found = train(model, DataLoader(Tokens(), batch_size=20, collate_fn=matrix), 1, sample_rate=1.0)[0]
+    total = torch.zeros_like(found)
+    for item in map(Tokens().__getitem__, range(40)):
+        out = alone(torch.tensor([item["input_ids"]]))
+        gradients = torch.autograd.grad(F.cross_entropy(out, torch.tensor([item["labels"]])), list(alone.parameters()))
+        gradient = torch.cat([each.flatten() for each in gradients])
+        total += gradient * min(1.0, 1.0 / float(gradient.norm()))
+    assert torch.allclose(found * 20, total, atol=1e-4)
 
 
 def test_a_model_that_takes_left_padding_for_data_is_refused() -> None:

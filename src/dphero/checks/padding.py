@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from operator import is_
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +34,16 @@ _COPIES = 5
 """Of an example that is run with and without its filling."""
 _FIRST = 3
 """So many batches are looked at, then the 4th, the 8th, the 16th, …"""
+_MORE = 1.1
+"""How much more filling than before makes a batch worth a look."""
 _TOLERANCE = 1e-3
 _SHORT_TOLERANCE = 0.05
 """In bfloat16, float16 and TF32."""
 _SMALL = 1e-2
 """Of the largest norm: rounding shows in what is smaller."""
+
+_READINGS = 8
+"""How many ways to cut arguments are tried."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,6 +53,7 @@ class PaddingCheck:
 
     def __init__(self) -> None:
         self._looks = 0
+        self._share = 0.0  # of an example that was filling, at most
         self._following: set[int] = set()  # outputs, by number, whose shape follows that length
 
     def look(self, taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, padding: Padding) -> None:
@@ -56,37 +62,52 @@ class PaddingCheck:
         Raises:
             ValueError: If its gradient is not the same, or this cannot be found out.
         """
-        self._looks += 1
-        if self._looks > _FIRST and self._looks & (self._looks - 1):
+        row = min(padding.lengths, key=lambda row: sum(padding.lengths[row].values()))
+        lengths = {size: own for size, own in padding.lengths[row].items() if own < size}
+        if not self._is_due(lengths):
             return
         leaves, structure = tree_flatten((args, kwargs))
         assert taps.plan is not None
         batch = Arguments(args, kwargs, rows)
         batch.axes = taps.plan.axes(structure, leaves, rows) or batch.axes
-        row = min(padding.lengths, key=lambda row: sum(padding.lengths[row].values()))
-        lengths = {size: own for size, own in padding.lengths[row].items() if own < size}
-        if not lengths:  # two tensors of one size, of which this row fills one
-            return
         whole = batch.take([row] * _COPIES)
         untouched = Untouched(taps.module)
-        problem: Exception | None = None
+        problems: list[Exception] = []
         for own in (lengths, {size: size - 1 for size in lengths}):  # some models need a least length
-            short = _cut(whole, own, batch.axes, left=padding.left)
-            if short is None:
-                sizes = ", ".join(map(str, lengths))
-                raise ValueError(f"{_REFUSAL} (No argument of the model has an axis of that length, {sizes}.)")
-            for training in (False, True):  # in evaluation mode nothing is dropped, but some models make other calls
+            for short in _cuts(whole, own, batch.axes, left=padding.left):
                 try:
-                    pair = [_Gradients(taps, untouched, call, training=training) for call in (short, whole)]
-                    self._compare(pair[0], pair[1], left=padding.left)
+                    self._try(taps, untouched, short, whole, left=padding.left)
                     return
-                except _PaddingError:
-                    raise
                 except Exception as error:
-                    problem = problem or error
-                    if not isinstance(error, Unforeseen):
-                        break
-        raise ValueError(f"{_REFUSAL} (Without its padding, it fails: {problem})") from problem
+                    problems.append(error)
+            for problem in problems:
+                if isinstance(problem, _PaddingError):
+                    raise problem
+        if problems:
+            raise ValueError(f"{_REFUSAL} (Without its padding, it fails: {problems[0]})") from problems[0]
+        sizes = ", ".join(map(str, lengths))
+        raise ValueError(f"{_REFUSAL} (No argument of the model has an axis of that length, {sizes}.)")
+
+    def _is_due(self, lengths: Mapping[int, int]) -> bool:
+        """Tell whether a batch is to be looked at: one of the first, some later ones, and each with more filling."""
+        if not lengths:  # two tensors of one size, of which the row fills one
+            return False
+        self._looks += 1
+        share = max(1 - own / size for size, own in lengths.items())
+        more = share > _MORE * self._share
+        self._share = max(share, self._share)
+        return more or self._looks <= _FIRST or not self._looks & (self._looks - 1)
+
+    def _try(self, taps: Taps, untouched: Untouched, short: Call, whole: Call, *, left: bool) -> None:
+        """Compare in evaluation mode, where nothing is dropped, unless the model makes other calls there."""
+        for training in (False, True):
+            try:
+                pair = [_Gradients(taps, untouched, call, training=training) for call in (short, whole)]
+                self._compare(pair[0], pair[1], left=left)
+                return
+            except Unforeseen:
+                if training:
+                    raise
 
     def _compare(self, short: _Gradients, whole: _Gradients, *, left: bool) -> None:
         shapes = [out.shape for out in short.outs]
@@ -96,7 +117,8 @@ class PaddingCheck:
         for name in norms[0].keys() | norms[1].keys():
             first, second = (float(each[name][0]) if name in each else 0.0 for each in norms)
             gap, scale = abs(first - second), max(first, second, _SMALL * largest)
-            if math.isfinite(gap) and gap > whole.tolerance * scale:
+            both = not math.isfinite(first) and not math.isfinite(second)
+            if not both and not gap <= whole.tolerance * scale:
                 raise _PaddingError(f"{_REFUSAL} (Its gradient for {name!r} changes by {gap / scale:.2g} of its size.)")
 
     def watch(self, out: Any) -> Any:
@@ -154,16 +176,29 @@ class _Gradients:
         return found, [plain(out) for out in outs]
 
 
-def _cut(call: Call, lengths: Mapping[int, int], axes: Sequence[int | None], *, left: bool) -> Call | None:
-    """Return arguments without filling: axes of these sizes get the example's own; ``None`` if there are none."""
+def _cuts(call: Call, lengths: Mapping[int, int], axes: Sequence[int | None], *, left: bool) -> list[Call]:
+    """Return arguments without filling: axes of these sizes get the example's own length.
+
+    Where several axes of a tensor have such a size, it is not known which is filled up, and all readings are returned
+    (both of a matrix of attention, one of positions and features). None is, where no tensor has such an axis.
+    """
     leaves, structure = tree_flatten(call)
-    shorter = list(leaves)
-    for place, (leaf, rows) in enumerate(zip(leaves, axes, strict=True)):
-        for axis, size in enumerate(leaf.shape if isinstance(leaf, Tensor) else ()):
-            own = lengths.get(size, size)
-            if axis != rows and own < size:
-                shorter[place] = shorter[place].narrow(axis, size - own if left else 0, own)
-    return None if all(map(is_, leaves, shorter)) else tree_unflatten(shorter, structure)
+    readings: list[list[Any]] = []
+    for leaf, rows in zip(leaves, axes, strict=True):
+        shape = leaf.shape if isinstance(leaf, Tensor) else ()
+        found = [axis for axis, size in enumerate(shape) if axis != rows and lengths.get(size, size) < size]
+        choices = [found, *([axis] for axis in found if len(found) > 1)]
+        readings.append([_narrowed(leaf, choice, lengths, left=left) for choice in choices])
+    if all(len(each) == 1 and each[0] is leaf for each, leaf in zip(readings, leaves, strict=True)):
+        return []
+    return [tree_unflatten(list(reading), structure) for reading in islice(product(*readings), _READINGS)]
+
+
+def _narrowed(leaf: Any, axes: Sequence[int], lengths: Mapping[int, int], *, left: bool) -> Any:
+    for axis in axes:
+        size = leaf.shape[axis]
+        leaf = leaf.narrow(axis, size - lengths[size] if left else 0, lengths[size])
+    return leaf
 
 
 def _common(out: Tensor, shape: torch.Size, *, left: bool) -> Tensor:

@@ -104,7 +104,9 @@ def recurrent_cell(call: LayerCall, input: Tensor, hx: Any = None) -> Any:
 def _require_batch(call: LayerCall, x: Any, axes: int) -> None:
     if isinstance(x, PackedSequence):
         raise ValueError(
-            f"{call.label}: packed sequences are not supported in private training; pad the sequences and mask the loss"
+            f"{call.label}: packed sequences are not supported in private training; pad the sequences and mask the "
+            "loss, or take each example's output at its own last position, out[torch.arange(len(out)), lengths - 1], "
+            "which is what a packed layer of one direction ends with"
         )
     if x.dim() != axes:
         raise ValueError(f"{call.label}: the input must have a batch axis, got shape {tuple(x.shape)}")

@@ -43,7 +43,7 @@ class BatchRows:
 
     def _read(self, path: Path, two: Any, three: Any) -> None:
         if _is_array(two) and _is_array(three):
-            self._axes[path] = _axis(path, np.shape(two), np.shape(three))
+            self._axes[path] = _axis(path, tuple(np.shape(two)), tuple(np.shape(three)))
         elif isinstance(two, Mapping) and isinstance(three, Mapping):
             for name in two:
                 if name in three:
@@ -112,7 +112,8 @@ def _axis(path: Path, two: tuple[int, ...], three: tuple[int, ...]) -> int | Non
             return differing[0]
     raise ValueError(
         f"the collate function makes tensors of shapes {two} and {three}{_place(path)} of two and of three copies of "
-        "an example: no axis carries the examples. Stack them in axis 0 (pack sequences, if at all, inside the model)."
+        "an example: no axis carries the examples. Pad them and stack them in axis 0 (an EmbeddingBag takes a padded "
+        "matrix if its padding_idx is set)."
     )
 
 
