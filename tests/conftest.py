@@ -1,6 +1,7 @@
 """Settings for all tests: one thread a process, a GPU only for those that want one, the same examples every time."""
 
 import os
+import signal
 import sys
 
 import hypothesis
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests were started under nohup, it is ignored
 
 
 def pytest_configure(config: pytest.Config) -> None:
