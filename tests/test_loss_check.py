@@ -632,3 +632,37 @@ def test_a_mean_with_a_divisor_of_other_examples_would_break_the_bound(monkeypat
         )  # fmt: skip
         added.append(run.steps(1)[0]["0.weight"])  # features of zero add nothing to the first weight
     torch.testing.assert_close(added[1], 5 * added[0], rtol=1e-3, atol=1e-4)
+
+
+# -- targets that are ignored ------------------------------------------------------------------------------------------
+
+
+def next_word(out: Tensor, targets: Tensor) -> Tensor:
+    """As transformers do for ``labels=``: the last word has no next one, and is ignored."""
+    shifted = F.pad(targets, (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(out.reshape(-1, TOKENS), shifted.reshape(-1))
+
+
+def read_many(short_from: int) -> None:
+    """Read forty losses on full blocks; in some of the last, one example has fewer targets."""
+    check = LossCheck(LANGUAGE, lambda: ROWS, "mean")
+    for number in range(40):
+        targets = TEXT.clone()
+        if number >= short_from:
+            targets[0, 2:] = -100
+        next_word(check.watch(LANGUAGE(TEXT)), targets).backward()
+
+
+def test_full_blocks_may_ignore_their_last_targets() -> None:
+    read_many(short_from=40)
+
+
+@pytest.mark.parametrize("short_from", [0, 3, 21, 39])
+def test_one_example_with_fewer_targets_is_refused_whenever_it_comes(short_from: int) -> None:
+    with pytest.raises(ValueError, match=r"examples ignore different ones.*full"):
+        read_many(short_from)
+
+
+def test_it_would_not_be_noticed_if_only_sampled_losses_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check, "require_same_targets", lambda *_: None)
+    read_many(short_from=39)

@@ -38,6 +38,7 @@ from dphero.checks.loss_graph import (
 )
 from dphero.checks.loss_reduction import ReductionCheck
 from dphero.checks.loss_replay import OUTSIDE, Constants, compare_losses, not_repeated
+from dphero.checks.loss_targets import require_same_targets
 from dphero.checks.recorder import Recorder, ordinary
 from dphero.checks.watched_tensor import watched_class
 from dphero.separable import company
@@ -78,6 +79,7 @@ class LossCheck:
         self._known: set[int] = set()  # fingerprints of losses that were read in full
         self._unread = self._told = False  # whether an output is watched whose loss was not seen; whether that was said
         self._divided_by_rows: int | None = None
+        self._ignores_targets = False
         self._recorder: Recorder | None = None
         self._sizes: dict[int, set[tuple[int, ...]]] = {}  # of each output: the rows, and the sizes of its first axes
         self._constants: Constants | None = None
@@ -165,6 +167,8 @@ class LossCheck:
         if rows is None or rows < 2 or loss.grad_fn is None:
             return
         try:
+            if self._ignores_targets:
+                require_same_targets(loss.grad_fn, rows)
             number = fingerprint(loss.grad_fn)
             if self._left and number in self._known:
                 self._left -= 1
@@ -209,6 +213,7 @@ class LossCheck:
         self._check_parameters(loss.grad_fn)
         reduction = ReductionCheck(rows, self._declared)
         reduction.follow(loss.grad_fn)
+        self._ignores_targets |= reduction.ignores_targets
         if reduction.divided_by_rows:
             if self._divided_by_rows not in (None, rows):
                 raise ValueError(

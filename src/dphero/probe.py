@@ -208,7 +208,8 @@ class _Examination:
             if suspected:
                 for site, rule in rules:
                     site.rule = rule
-                problem = next(iter(suspected.values()))
+                if not isinstance(problem, MixedExamplesError):
+                    problem = next(iter(suspected.values()))
             raise problem
 
     def _attempt(self) -> Plan:

@@ -126,8 +126,9 @@ def trained_by_trainer(path: Path, causal: bool = False, **options: Any) -> Priv
     return engine
 
 
-def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
-    assert trained_by_trainer(tmp_path).ledger.steps == 4
+@pytest.mark.parametrize("causal", [False, True], ids=["classification", "language model"])
+def test_the_trainer_of_hugging_face(causal: bool, tmp_path: Path) -> None:
+    assert trained_by_trainer(tmp_path, causal).ledger.steps == 4
 
 
 def test_accumulation_in_the_trainer_is_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from dphero.checks.loss_graph import (
     shape_of,
     signed,
 )
+from dphero.checks.loss_targets import ignores_targets, require_same_targets
 
 __all__ = ["ReductionCheck"]
 
@@ -39,12 +40,18 @@ _PAIRS = {"Mm", "Cdist", "EuclideanDist"}
 
 
 class ReductionCheck:
-    """One walk through the graph of a loss."""
+    """One walk through the graph of a loss.
+
+    Attributes:
+        divided_by_rows: Whether a sum is divided by the number of rows.
+        ignores_targets: Whether a cross entropy leaves out some targets, the same ones in every example.
+    """
 
     def __init__(self, rows: int, declared: str) -> None:
         self._rows, self._declared = rows, declared
         self._in_model = False
         self.divided_by_rows = False
+        self.ignores_targets = False
 
     def follow(self, loss: Any) -> None:
         """Follow the nodes that no longer carry the batch, down to where it was summed or averaged.
@@ -127,18 +134,16 @@ class ReductionCheck:
             )
         self.divided_by_rows |= self._declared == "sum" and reduction == "sum" and by_rows
         if reduction == "mean" and kind_of(node).startswith("NllLoss"):
-            ignored = signed(node._saved_ignore_index)
             if node._saved_weight is not None:
-                divisor = "is weighted by class and divided by the weights of all targets"
-            elif bool((node._saved_target == ignored).any()):
-                divisor = f"is divided by the number of targets that are not ignore_index={ignored}"
-            else:
-                return
-            raise ValueError(
-                f"the loss {divisor}: that divisor depends on the other examples. Use "
-                'reduction="none", take the mean over each example\'s own targets, then over the examples; or use '
-                'reduction="sum", divide by a public constant, and declare loss_reduction="sum".'
-            )
+                raise ValueError(
+                    "the loss is weighted by class and divided by the weights of all targets: that divisor depends on "
+                    'the other examples. Use reduction="none", take the mean over each example\'s own targets, then '
+                    'over the examples; or use reduction="sum", divide by a public constant, and declare '
+                    'loss_reduction="sum".'
+                )
+            if ignores_targets(node):
+                require_same_targets(node, self._rows)
+                self.ignores_targets = True
 
     def _check_scale(self, shape: tuple[int, ...], reduction: str, factors: tuple[float, ...]) -> None:
         """Refuse a loss that a ``GradScaler`` has scaled.
