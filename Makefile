@@ -8,7 +8,7 @@ LOWEST := .venv-lowest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-models test-lowest bench lint format clean
+.PHONY: help setup demo test test-slow test-models test-lowest fuzz bench lint format clean
 
 help:
 	@echo "make setup        create .venv with everything (once, a few minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-slow    the slow tests and those that need real data sets"
 	@echo "make test-models  models of transformers, timm, peft and diffusers, which it installs"
 	@echo "make test-lowest  the fast tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
+	@echo "make fuzz         thousands of odd command lines and damaged files (about a quarter of an hour)"
 	@echo "make bench        every script in benchmarks/"
 	@echo "make lint         ruff and mypy only"
 	@echo "make format       let ruff format and fix the code"
@@ -51,6 +52,9 @@ test-lowest:
 	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[demo,experiments,dev]'
 	@$(LOWEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+fuzz: setup
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.fuzz
 
 bench: setup
 	@set -e; for script in $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))); do \

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["call_named", "function_named", "names_code"]
+__all__ = ["FAILED_IN", "call_named", "function_named", "names_code"]
+
+FAILED_IN = "this happened in "
+"""Begins the note on an exception of a user's own function."""
 
 
 def names_code(spec: object) -> bool:
@@ -25,7 +28,7 @@ def call_named(spec: str, kind: str, *arguments: Any) -> Any:
 
     Raises:
         ValueError: If there is no such function, it does not take these arguments, or it ends the process. What else
-            the function raises comes through as it is.
+            the function raises comes through as it is, with a note that begins with ``FAILED_IN``.
     """
     function = function_named(spec, kind)
     try:
@@ -42,9 +45,21 @@ def call_named(spec: str, kind: str, *arguments: Any) -> Any:
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # not inside the function
             raise ValueError(f"{kind} {spec!r} cannot be called so: {error}") from error
+        error.add_note(f"{FAILED_IN}{kind} {spec!r}{_place(error)}")
         raise
     except SystemExit as error:
         raise ValueError(f"{kind} {spec!r}: the function ended the process instead of returning something") from error
+    except Exception as error:
+        error.add_note(f"{FAILED_IN}{kind} {spec!r}{_place(error)}")
+        raise
+
+
+def _place(error: BaseException) -> str:
+    """Where in the function it happened."""
+    trace, last = error.__traceback__, None
+    while trace is not None and trace.tb_next is not None:
+        trace = last = trace.tb_next
+    return f" ({last.tb_frame.f_code.co_filename}, line {last.tb_lineno})" if last is not None else ""
 
 
 def function_named(spec: str, kind: str) -> Callable[..., Any]:

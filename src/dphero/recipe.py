@@ -12,10 +12,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dphero._checks import closest, one_of, positive, whole
+from dphero._files import read_bytes
 from dphero.importing import names_code
 
 __all__ = ["Recipe", "code_named", "load", "merge", "parse", "require_trust"]
@@ -136,7 +136,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
         OSError: If it cannot be read.
         ValueError: If it is not TOML, or names a field that recipes do not have.
     """
-    return parse(Path(path).read_bytes(), path)
+    return parse(read_bytes(path), path)
 
 
 def parse(contents: bytes, path: str | PathLike[str]) -> dict[str, Any]:

@@ -61,6 +61,22 @@ def test_recipes_that_are_none(line, words, tmp_path):
     assert words in refused("train", "--recipe", recipe, "--out", tmp_path / "run")
 
 
+def test_a_function_that_fails_is_named_with_the_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "its_own_data.py").write_text("def broken():\n    return {}['nothing']\n")
+    line = refused("train", "--data", "its_own_data:broken", "--noise-multiplier", 3)
+    assert "KeyError: 'nothing'" in line and "its_own_data.py, line 2" in line
+
+
+def test_a_recipe_that_never_ends(tmp_path):
+    assert "/dev/zero" in refused("train", "--recipe", "/dev/zero", "--out", tmp_path / "run")
+
+
+def test_the_folder_that_a_command_takes_unless_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "nothing-of-this-name" in refused("reproduce", "nothing-of-this-name")
+
+
 def arrays(**more):
     images, labels = np.zeros((20, 1, 8, 8), np.uint8), np.arange(20) % 2
     return {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels, **more}

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import dphero
 from dphero.cli._console import say
+from dphero.importing import FAILED_IN
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 
@@ -65,6 +66,11 @@ class OneLineErrors(TyperGroup):
             if not isinstance(error, ModuleNotFoundError):  # a package that is broken: where, is of use
                 raise
             _fail(f"{error}: pip install 'dphero[experiments]'")
+        except Exception as error:
+            notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(FAILED_IN)]
+            if not notes:
+                raise
+            _fail(f"{type(error).__name__}: {error}; {notes[0]}")
         sys.exit(status if isinstance(status, int) else 0)
 
 

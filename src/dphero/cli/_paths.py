@@ -11,9 +11,9 @@ __all__ = ["folder"]
 _DEEPEST = 200
 
 
-def folder(text: str) -> Path:
+def folder(text: str | Path) -> Path:
     """Return the path; an empty one, which would be the working directory, is refused, and one of absurd depth."""
-    if not text.strip():
+    if not str(text).strip():
         raise typer.BadParameter("it is empty: name a folder, or . for the working directory")
     path = Path(text)
     if len(path.parts) > _DEEPEST:

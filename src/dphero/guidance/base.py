@@ -143,8 +143,10 @@ def share_rows(released: Released, geometries: dict[str, Geometry]) -> dict[str,
     return shared
 
 
-def same_settings(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def same_settings(ours: dict[str, Any], theirs: dict[str, Any] | None) -> None:
     """Raises ValueError unless a saved guidance had the settings of the one that loads it."""
+    if theirs is None:
+        raise ValueError("the saved guidance is of another kind, without settings: build it as it was saved")
     different = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
     if different:
         pairs = ", ".join(f"{n}: saved {theirs.get(n)!r}, here {ours.get(n)!r}" for n in different)

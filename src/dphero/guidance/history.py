@@ -134,7 +134,7 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a History of the same settings."""
-        same_settings(self._settings(), state["settings"])
+        same_settings(self._settings(), state.get("settings"))
         self._moments, self._means = {}, {}
         for name, saved in state["moments"].items():
             moment = moments.moment(saved["kind"], self.decay, saved["axis"], self.components)

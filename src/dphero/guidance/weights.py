@@ -130,7 +130,7 @@ class PCA:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a PCA of the same settings."""
-        same_settings(self._settings(), state["settings"])
+        same_settings(self._settings(), state.get("settings"))
         # Older checkpoints have others, of no use here: then iterations start anew.
         self._starts = {name: Start(*start) for name, start in state.get("starts", {}).items()}
         self._begun.clear()
