@@ -6,6 +6,7 @@ never be right is never accepted.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -179,12 +180,18 @@ class CommandLines:
         else:
             words.append(f"--{self.draw.choice(('nothing', 'jsn', 'x' * 300))}")
         if words[0] in ("train", "compare", "audit", "demo", "reproduce"):
-            words.append("--no-such-option")  # it might now ask for hours
+            words += ["--no-such-option"] * 2  # it might now ask for hours; the first may be taken for a value
         return words, False
 
 
 def fuzz(count: int, seed: int, run: Path, folder: Path) -> Findings:
-    """Try so many command lines."""
+    """Try so many command lines, from inside ``folder``: some write where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.chdir(folder):
+        return _fuzz(count, seed, run.absolute(), folder.absolute())
+
+
+def _fuzz(count: int, seed: int, run: Path, folder: Path) -> Findings:
     findings = Findings("command lines")
     lines = CommandLines(random.Random(seed), run, folder)
     for _ in range(count):

@@ -16,7 +16,6 @@ def test_damaged_checkpoints_are_refused_or_without_effect(tmp_path):
 def test_damaged_runs_and_odd_command_lines_end_with_one_line(tmp_path):
     damage = corruptions.fuzz_runs(40, 1, tmp_path)
     assert not damage.faults and damage.counts["refused"] > 10
-    (tmp_path / "lines").mkdir()
     lines = command_lines.fuzz(60, 1, tmp_path / "finished", tmp_path / "lines")
     assert not lines.faults and lines.counts["refused"] > 20
 
