@@ -9,9 +9,7 @@ accidents (a flipped bit, a file cut short), not forgers: there is no secret in 
 that raises :class:`DamagedFile` before anything of the content is believed:
 
 =================  ===========================================================================
-``seal_json``      an object, or a line of a ``.jsonl``: one more entry, ``"sha256"``
-``seal_text``      TOML and other text with ``#`` comments: one more line at the end, a comment
-``seal_tensors``   safetensors: an entry of the header's ``__metadata__``
+``seal_json``      an object: one more entry, ``"sha256"``
 ``seal_zip``       what ``torch.save`` writes: the comment at the end of a zip archive
 =================  ===========================================================================
 
@@ -24,7 +22,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import socket
 import stat
 from collections.abc import Callable, Mapping
@@ -39,20 +36,15 @@ __all__ = [
     "open_for_append",
     "open_for_lock",
     "open_json",
-    "open_tensors",
-    "open_text",
     "open_zip",
     "read_bytes",
     "seal_json",
-    "seal_tensors",
-    "seal_text",
     "seal_zip",
     "write_atomically",
 ]
 
 _Content = TypeVar("_Content")
 _NAME = "sha256"
-_LINE = re.compile(r"# sha256: ([0-9a-f]{64})\n?\Z")
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22
 _ZIP_MARK = b"dphero sha256 "
 
@@ -212,44 +204,6 @@ def open_json(values: Mapping[str, Any], path: str | PathLike[str], *, required:
     return plain
 
 
-def seal_text(text: str) -> str:
-    """Return a text with its digest as a last line, a comment: ``# sha256: …``."""
-    if text and not text.endswith("\n"):
-        text += "\n"
-    return f"{text}# {_NAME}: {_digest(text.encode())}\n"
-
-
-def open_text(text: str, path: str | PathLike[str], *, required: bool = True) -> str:
-    """Return what :func:`seal_text` was given; arguments and errors as :func:`open_json`."""
-    found = _LINE.search(text)
-    if found is None:
-        return _unsealed(text, path, required)
-    _require(found[1], _digest(text[: found.start()].encode()), path)
-    return text[: found.start()]
-
-
-def seal_tensors(contents: bytes) -> bytes:
-    """Return a safetensors file with the digest of header and data in its header's ``__metadata__``."""
-    header, data = _split_tensors(contents)
-    header["__metadata__"] = {**header.get("__metadata__", {}), _NAME: _tensors_digest(header, data)}
-    packed = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    packed += b" " * (-len(packed) % 8)
-    return len(packed).to_bytes(8, "little") + packed + bytes(data)
-
-
-def open_tensors(contents: bytes, path: str | PathLike[str], *, required: bool = True) -> bytes:
-    """Return the safetensors file itself, which readers take with its seal; otherwise as :func:`open_json`."""
-    try:
-        header, data = _split_tensors(contents)
-    except ValueError as error:
-        raise DamagedFile(path, error) from error
-    seal = header.get("__metadata__", {}).get(_NAME)
-    if seal is None:
-        return _unsealed(contents, path, required)
-    _require(seal, _tensors_digest(header, data), path)
-    return contents
-
-
 def seal_zip(archive: BytesIO) -> None:
     """Make the digest of a zip archive (what ``torch.save`` writes) its comment, in place: it may be large."""
     size = len(_ZIP_MARK) + 64
@@ -295,21 +249,3 @@ def _unsealed(contents: _Content, path: str | PathLike[str], required: bool) -> 
     if required:
         raise DamagedFile(path, "the SHA-256 digest that was written with it is gone")
     return contents
-
-
-def _split_tensors(contents: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return header and data of a safetensors file."""
-    size = int.from_bytes(contents[:8], "little")
-    if len(contents) < 8 + size:
-        raise ValueError("it is cut short, or no safetensors file")
-    header = json.loads(contents[8 : 8 + size])
-    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-        raise ValueError("its header is not that of a safetensors file")
-    return header, memoryview(contents)[8 + size :]
-
-
-def _tensors_digest(header: Mapping[str, Any], data: memoryview) -> str:
-    metadata = {name: value for name, value in header.get("__metadata__", {}).items() if name != _NAME}
-    whole = hashlib.sha256(_canonical({**header, "__metadata__": metadata}))
-    whole.update(data)
-    return whole.hexdigest()
