@@ -14,7 +14,7 @@ from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.cli import app
 from dphero.cli._price import _round
 
-KEYS = ["epsilon", "delta", "accountant", "noise_multiplier", "sample_rate", "steps", "relation"]
+KEYS = ["epsilon", "delta", "accountant", "noise_multiplier", "sample_rate", "steps", "relation", "is_bound"]
 STEPS = ["--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "500", "--delta", "1e-5"]
 
 
@@ -53,6 +53,25 @@ def test_epsilon_for_people():
     assert len(result.stdout.splitlines()) < 12
 
 
+def test_epsilon_of_epochs_and_lots():
+    start = ["epsilon", "--noise-multiplier", "1.1", "--delta", "1e-5", "--json"]
+    by_rate = json.loads(run(*start, "--sample-rate", "0.01", "--steps", "300").stdout)
+    by_size = json.loads(run(*start, "--dataset-size", "50000", "--lot", "500", "--epochs", "3").stdout)
+    assert by_rate == by_size
+    assert (
+        json.loads(run(*start, "--sample-rate", "0.01", "--steps", "9", "--accountant", "gdp").stdout)["is_bound"]
+        is False
+    )
+    for arguments, words in (
+        (["--lot", "5"], "--dataset-size"),
+        (["--lot", "5", "--dataset-size", "3", "--steps", "1"], "does not fit"),
+        (["--sample-rate", "0.1"], "--epochs"),
+        (["--sample-rate", "0.1", "--steps", "1", "--epochs", "1"], "one of them"),
+    ):
+        refused = run(*start, *arguments)
+        assert refused.exit_code == 2 and words in refused.stderr
+
+
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_epsilon_as_json(accountant):
     result = run("epsilon", *STEPS, "--accountant", accountant, "--json")
@@ -68,6 +87,7 @@ def test_epsilon_as_json(accountant):
         "sample_rate": 0.01,
         "steps": 500,
         "relation": "add_or_remove",
+        "is_bound": True,
     }
 
 

@@ -18,8 +18,16 @@ def run(*arguments):
     return CliRunner().invoke(app, ["methods", *arguments], env={"COLUMNS": "200"})
 
 
-def test_the_list_for_people():
+def test_the_short_list_for_people():
     result = run()
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) < 60
+    flat = " ".join(result.stdout.replace("│", " ").split())
+    for name, method in METHODS.items():
+        assert name in flat and method.card.title.split()[0] in flat
+
+
+def test_the_whole_list_for_people():
+    result = run("--all")
     assert result.exit_code == 0
     flat = " ".join(result.stdout.split())
     for name, method in METHODS.items():

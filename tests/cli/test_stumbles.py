@@ -68,6 +68,16 @@ def test_a_function_that_fails_is_named_with_the_place(tmp_path, monkeypatch):
     assert "KeyError: 'nothing'" in line and "its_own_data.py, line 2" in line
 
 
+def test_what_is_missing_is_said_before_torch_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dphero.experiments", None)  # whoever imports it fails
+    assert "which data?" in refused("train")
+
+
+def test_an_option_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "looks like an option" in refused(*TRAIN, "--out", "--json")
+
+
 def test_a_recipe_that_never_ends(tmp_path):
     assert "/dev/zero" in refused("train", "--recipe", "/dev/zero", "--out", tmp_path / "run")
 

@@ -53,6 +53,7 @@ def show(
             "sample_rate": sample_rate,
             "steps": steps,
             "relation": price.relation,
+            "is_bound": price.is_bound,
         }
         warning = price.warning if finite else "epsilon is infinite: nothing is guaranteed"
         typer.echo(json.dumps(record | ({"warning": warning} if warning else {})))

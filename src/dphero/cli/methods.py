@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from dphero.cli._console import console, table
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
@@ -27,9 +28,12 @@ def register(app: typer.Typer) -> None:
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="Show this one, with its options.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show every method in full: protection, price, paper and known flaws.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the ways to train: what each protects, how it is priced, and its known flaws."""
+    """List the ways to train and what each protects; or one of them in full."""
     from dphero.methods import METHODS, make
 
     if name is not None:
@@ -43,9 +47,18 @@ def methods(
     if as_json:
         typer.echo(json.dumps([_record(each) for each in chosen], ensure_ascii=False))
         return
-    for each in chosen:
-        _show(each, with_options=False)
-    Console(highlight=False).print("Options of one: dphero methods NAME. To use it: dphero train --method NAME.")
+    if everything:
+        for each in chosen:
+            _show(each, with_options=False)
+    else:
+        shown = table("method", "what it is", "protects")
+        for each in chosen:
+            unsound = "" if each.card.sound else " UNSOUND AS PUBLISHED"
+            shown.add_row(each.card.name, each.card.title, f"{each.card.protects}{unsound}")
+        console().print(shown)
+    console().print(
+        "One in full: dphero methods NAME. All: dphero methods --all. To use it: dphero train --method NAME."
+    )
 
 
 def _record(method: type[Method]) -> dict[str, Any]:
@@ -81,16 +94,16 @@ def _show(method: type[Method], *, with_options: bool) -> None:
         "paper": card.paper,
         "extra data": card.extra_data,
     }
-    table = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     for label, value in rows.items():
         if value:
-            table.add_row(label, escape(value))
+            grid.add_row(label, escape(value))
     for flaw in card.flaws:
-        table.add_row("flaw", escape(flaw), style=None if card.sound else "yellow")
+        grid.add_row("flaw", escape(flaw), style=None if card.sound else "yellow")
     if with_options:
         for option in _options(method):
             default = escape(f"{option['default']}: {option['description']}")
-            table.add_row("option", f"[bold]{option['name']}[/bold] = {default}")
-    console = Console(highlight=False)
-    console.print(f"[bold]{card.name}[/bold]  {escape(card.title)}")
-    console.print(Padding(table, (0, 0, 1, 2)))
+            grid.add_row("option", f"[bold]{option['name']}[/bold] = {default}")
+    screen = Console(highlight=False)
+    screen.print(f"[bold]{card.name}[/bold]  {escape(card.title)}")
+    screen.print(Padding(grid, (0, 0, 1, 2)))

@@ -111,6 +111,8 @@ def train(
     given = {name: value for name, value in settings.items() if value not in (None, {})}
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
+    if data is None and recipe is None and resume is None:  # said before torch is imported, which takes seconds
+        raise ValueError("which data? Give --data NAME (see: dphero data list), a folder, an .npz or package:function")
     result, statement = _run(given, recipe, out, resume, trust)
     if as_json:
         from dphero.experiments.files import to_json
