@@ -233,3 +233,20 @@ def test_no_example_left(kind: str, kinds: tuple) -> None:
     found = piece(kind, 4, 3, 5, 6)[0].take(torch.zeros(4, dtype=torch.bool))
     assert torch.equal(found.weighted_sum(torch.zeros(0, dtype=torch.float64)), torch.zeros(5, 6, dtype=torch.float64))
     assert found.square_norms(geometry(found.shape, kinds)).shape == (0,)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+def test_a_parameter_on_both_sides_of_a_product_has_the_norm_of_its_gradient(scale: float) -> None:
+    """softmax(h @ q.T) @ q: large activations stand beside tiny output gradients, but never multiply each other."""
+    torch.manual_seed(0)
+    n, positions, keys, width = 4, 8, 500, 64  # the Gram trick is the cheaper one
+    inputs, weights = 30 * torch.randn(n, positions, width), torch.randn(n, positions, keys).softmax(-1)
+    of_logits, of_output = scale * torch.randn(n, positions, keys), scale * torch.randn(n, positions, width)
+    whole = combine([Outer(of_logits, inputs), Outer(weights, of_output)])
+    truth = sum(
+        torch.einsum("ntk,ntm->nkm", left.double(), right.double())
+        for left, right in ((of_logits, inputs), (weights, of_output))
+    )
+    assert isinstance(truth, torch.Tensor)
+    ratio = whole.square_norms(identity((keys, width))).double().sqrt() / truth.flatten(1).norm(dim=1)
+    assert (ratio > 1 - 1e-6).all() and (ratio < 1.001).all()

@@ -156,12 +156,15 @@ class Outer(Piece):
         left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
         with products_in(left, short=False):
             lefts, rights = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
-        left_trace, right_trace = (_trace(grams).clamp_(min=LEAST_SQUARE) for grams in (lefts, rights))
+        left_lengths, right_lengths = (_diagonal(grams).clamp(min=LEAST_SQUARE).sqrt() for grams in (lefts, rights))
         terms, positions = self.left.shape[-1] + self.right.shape[-1], self.left.shape[1]
         if self.has_bias:
-            room = left_trace * (positions * gram_rounding(left, positions + self.left.shape[-1]))
+            room = left_lengths.sum(1).square() * gram_rounding(left, positions + self.left.shape[-1])
             self._left_squares = (geometry.left, lefts.sum((1, 2)).clamp_(min=0).add_(room))
-        room = left_trace * right_trace * gram_rounding(left, positions + terms)
+        # Σ_{t,s} |⟨l_t, l_s⟩⟨r_t, r_s⟩| ≤ (Σ_t ‖l_t‖‖r_t‖)². The product of the traces bounds that too, but pairs the
+        # left of one position with the right of another. Where a parameter is on both sides of a product
+        # (softmax(h @ q.T) @ q) these are two activations, thousands of times larger than any gradient.
+        room = (left_lengths * right_lengths).sum(1).square() * gram_rounding(left, positions + terms)
         return lefts.mul_(rights).sum((1, 2)), room
 
     def left_squares(self, factor: Factor | None) -> Tensor:
@@ -264,7 +267,7 @@ class Rows(Piece):
         right = _apply(geometry.right, self.right)
         with products_in(right, short=False):
             grams, positions = torch.bmm(right, right.transpose(1, 2)), right.shape[1]
-        room = _trace(grams) * (positions * gram_rounding(right, positions + right.shape[-1]))
+        room = _diagonal(grams).clamp(min=0).sqrt().sum(1).square() * gram_rounding(right, positions + right.shape[-1])
         same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
         return grams.mul_(same).sum((1, 2)), room
 
@@ -373,8 +376,8 @@ def _join(x: Tensor, fold: int) -> Tensor:
     return x if fold == 1 else x.unflatten(0, (-1, fold)).flatten(1, 2)
 
 
-def _trace(grams: Tensor) -> Tensor:
-    return grams.diagonal(dim1=1, dim2=2).sum(1)
+def _diagonal(grams: Tensor) -> Tensor:
+    return grams.diagonal(dim1=1, dim2=2)
 
 
 def by_example(x: Tensor) -> Tensor:
