@@ -14,6 +14,7 @@ from dphero.audit.run_ledger import check_ledger
 from dphero.experiments import Interrupted, RunDirectory, resolve, rundir, train
 from dphero.experiments.plan import Planned, load_plan, save_plan
 from dphero.experiments.prediction import Predictor
+from dphero.experiments.sweep import outcomes
 
 pytest.importorskip("sklearn")
 
@@ -209,3 +210,13 @@ def test_a_damaged_plan_is_named(tmp_path):
     path.write_text(json.dumps({**plain, "version": 1}))  # as older versions wrote it
     assert load_plan(tmp_path) == [planned]
     save_plan(tmp_path, [planned])
+
+
+def test_a_result_that_says_nothing_is_damaged(copy, tmp_path):
+    (copy / "result.json").write_text("{}")  # no digest, as older versions wrote it
+    with pytest.raises(ValueError, match=r"result.json is damaged: it lacks accuracy, epsilon"):
+        train(RunDirectory.open(copy))
+    (tmp_path / "all" / "runs").mkdir(parents=True)
+    copy.rename(tmp_path / "all" / "runs" / "a")
+    with pytest.raises(ValueError, match=r"result.json is damaged: it lacks accuracy, epsilon"):
+        outcomes([Planned("a", resolve(SETTINGS))], tmp_path / "all")

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from dphero._checks import whole
-from dphero._files import open_for_lock
+from dphero._files import DamagedFile, open_for_lock
 from dphero.experiments.plan import Planned, save_plan
 from dphero.experiments.pool import Pool, default_workers
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted, stoppable
 
 __all__ = ["Outcome", "Standing", "State", "outcomes", "sweep"]
+
+_RESULT = ("accuracy", "epsilon", "steps", "seconds", "is_bound", "accountant", "other_prices")  # what tables show
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ def outcomes(plan: Sequence[Planned], directory: Path, errors: Mapping[str, str]
     for planned in plan:
         path = directory / "runs" / planned.name
         result = RunDirectory(path, planned.recipe).result
+        if result is not None and (missing := [name for name in _RESULT if name not in result]):
+            raise DamagedFile(path / "result.json", f"it lacks {', '.join(missing)}")
         error = (errors or {}).get(planned.name) if result is None else None
         found.append(Outcome(planned, path, result, error))
     return found

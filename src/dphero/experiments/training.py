@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import data as datasets
 from dphero import models
+from dphero._files import DamagedFile
 from dphero.accounting import BudgetExhausted
 from dphero.data import Data, Split
 from dphero.experiments.curves import Curves
@@ -26,6 +27,7 @@ from dphero.recipe import Recipe
 __all__ = ["Progress", "prepare", "train"]
 
 _PRICING_SHARE = 0.01  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
+_RESULT = ("accuracy", "epsilon", "delta", "steps", "method", "is_bound", "seconds", "other_prices")  # what is shown
 _CHUNK = 500  # test images that pass through the model at a time: on a CPU more would leave its cache
 
 
@@ -122,8 +124,10 @@ def train(
         ValueError: For a recipe that cannot be trained, for a run that has lost its checkpoint, for one that was begun
             with another recipe or on other data, and for damaged files.
     """
-    if directory.result is not None:
-        return directory.result
+    if (done := directory.result) is not None:
+        if missing := [name for name in _RESULT if name not in done]:
+            raise DamagedFile(directory.path / "result.json", f"it lacks {', '.join(missing)}")
+        return done
     import_module("safetensors.torch")
     with directory.locked(), stoppable() as asked_to_stop:
         directory.refuse_without_key()
