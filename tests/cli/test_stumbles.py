@@ -78,6 +78,21 @@ def test_an_option_is_no_folder(tmp_path, monkeypatch):
     assert "looks like an option" in refused(*TRAIN, "--out", "--json")
 
 
+def test_a_refused_run_leaves_no_folder_behind(tmp_path):
+    refused("train", "--data", "digits", "--epsilon", 3, "--device", "cuda:77", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "kept").mkdir()
+    refused("train", "--data", "digits", "--epsilon", 3, "--device", "cuda:77", "--out", tmp_path / "kept")
+    assert (tmp_path / "kept").exists()
+
+
+def test_a_missing_module_of_somebody_else_is_no_extra_of_dphero(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needs_more.py").write_text("import no_such_module_anywhere\n")
+    line = refused("train", "--data", "needs_more:data", "--noise-multiplier", 3)
+    assert "no_such_module_anywhere" in line and "dphero[" not in line
+
+
 def test_a_recipe_that_never_ends(tmp_path):
     assert "/dev/zero" in refused("train", "--recipe", "/dev/zero", "--out", tmp_path / "run")
 

@@ -65,7 +65,7 @@ class OneLineErrors(TyperGroup):
                 _fail(str(error))
             if not isinstance(error, ModuleNotFoundError):  # a package that is broken: where, is of use
                 raise
-            _fail(f"{error}: pip install 'dphero[experiments]'")
+            _fail(f"{error}: {_way_to_get(error.name or '')}")
         except Exception as error:
             notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(FAILED_IN)]
             if not notes:
@@ -77,6 +77,23 @@ class OneLineErrors(TyperGroup):
 def _fail(message: str, status: int = 2) -> NoReturn:
     say(f"dphero: error: {' '.join(message.split())}")
     sys.exit(status)
+
+
+_EXTRAS = {
+    "sklearn": "demo",
+    "safetensors": "experiments",
+    "PIL": "experiments",
+    "matplotlib": "experiments",
+    "tensorboard": "experiments",
+    "flwr": "federated",
+    "ray": "ray",
+}
+
+
+def _way_to_get(module: str) -> str:
+    """Return how to get a module that is missing: an extra of dphero, or whatever has it."""
+    extra = _EXTRAS.get(module.partition(".")[0])
+    return f"pip install 'dphero[{extra}]'" if extra else "install the package that has it"
 
 
 def version(wanted: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,13 +139,16 @@ def _run(
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero import recipe as recipes
 
+        new = False
         if resume is not None:
             directory = experiments.RunDirectory.open(resume, trust=trust)
         else:
             in_file = recipes.load(recipe) if recipe else {}
             recipes.require_trust(in_file, recipe or "", trust, instead=given)
             chosen = experiments.resolve(in_file, given)
-            directory = experiments.RunDirectory.create(out or _new_folder(chosen), chosen)
+            place = out or _new_folder(chosen)
+            new = not place.exists()
+            directory = experiments.RunDirectory.create(place, chosen)
 
         again = f"dphero train --resume {directory.path}"
         if recipes.code_named(directory.recipe.as_dict()):
@@ -162,6 +166,10 @@ def _run(
         try:
             result = experiments.train(directory, report=report)
             return result, directory.read("statement.txt").decode()
+        except (ValueError, OSError, ImportError):
+            if new and not directory.checkpoint.exists():
+                shutil.rmtree(directory.path, ignore_errors=True)  # nothing was begun: leave no folder behind
+            raise
         except experiments.Interrupted as error:
             bar.stop()
             say(f"dphero: {error}; go on with: {again}")
