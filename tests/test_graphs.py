@@ -198,6 +198,7 @@ def test_every_built_in_network_can_be_recorded(
 
 
 @pytest.mark.parametrize("clipping", ["per_layer", "automatic", "adaptive"])
+@pytest.mark.usefixtures("same_noise")
 def test_every_clip_rule_sums_with_its_own_weights(recordings: list[int], clipping: Any) -> None:
     compare(convolutional, images(), clipping=clipping)
     assert recordings
