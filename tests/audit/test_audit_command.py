@@ -64,7 +64,9 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     result = run("audit", finished, "--quick", "--releases", 60)
     assert result.exit_code == 0, result.stderr
     shown = " ".join(result.stdout.split())
-    for words in ("release", "sampling", "release, biases", "its own ledger", "small trainings", "gradient canaries",
+    assert shown.startswith("Not refuted: 6 attacks, 22 checks found nothing against ε = "), shown
+    for words in ("trade-off curve), assuming that", "normal scores), assuming", "is about two lots, at the σ beside",
+                  "release", "sampling", "release, biases", "its own ledger", "small trainings", "gradient canaries",
                   "about the 500 coins were right", "not refuted", "the run's own claim: ε =",
                   "Membership inference, loss threshold: AUC", "hold together with confidence 0.95",
                   "audited at noise multiplier 1, the recipe's is 1.5"):  # fmt: skip
@@ -153,6 +155,15 @@ def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path
     (one_run,) = record["one_run"]
     assert one_run["claimed_epsilon"] == 0.3 < one_run["audited_epsilon"] and one_run["refuted"]
     assert not any(each["refuted"] for each in record["audits"])
+
+
+def test_an_accountant_that_is_wrong_both_times_is_noticed_by_another(finished: Path, tmp_path: Path) -> None:
+    """A run that printed the price at 10 δ, audited by the same accountant."""
+    with FAULTS["priced at 10 δ"]():
+        printed = check_ledger(RunDirectory.open(finished)).ledger_epsilon
+        found = check_ledger(changed(finished, tmp_path / "run", "result.json", epsilon=printed))
+    assert found.ledger_epsilon == printed and found.independent_epsilon > printed
+    assert found.problems == ("it printed less than dp-accounting alone finds",)
 
 
 def test_the_ledger_of_a_run_must_agree_with_it(finished: Path, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class Report:
             return f"REFUTED by {len(broken)} of {attacks + len(self.checks)} tests: {', '.join(broken)}"
         what = "the claims"
         if self.ledger is not None and math.isfinite(self.ledger.printed_epsilon):
-            what = f"ε = {self.ledger.printed_epsilon:.4g} at δ = {self.ledger.delta:g}"
-        return f"Not refuted: {attacks} attacks and {len(self.checks)} checks found nothing against {what}"
+            what = f"ε = {self.ledger.printed_epsilon:.4g}, δ = {self.ledger.delta:g}"
+        return f"Not refuted: {attacks} attacks, {len(self.checks)} checks found nothing against {what}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""

@@ -231,11 +231,10 @@ def _rows(report: Report) -> list[tuple[str, str, str, str, str, str, Text]]:
         sigma, claimed = _sigma(each.noise_multiplier), _up(each.claim.epsilon)
         rows.append((each.name, sigma, claimed, true, *bounds, _verdict(each.refuted)))
     for run in report.one_runs:
-        name, cells = (
-            run.name.removeprefix("one training, "),
-            (_up(run.claimed_epsilon), "", f"{run.audited_epsilon:.2f}"),
-        )
-        rows.append((name, _sigma(run.noise_multiplier), *cells, "–", _verdict(run.refuted)))
+        name, sigma = run.name.removeprefix("one training, "), _sigma(run.noise_multiplier)
+        fitted = next((each.epsilon for each in run.bounds if each.name == "trade-off curve"), None)
+        bounds = (f"{run.audited_epsilon:.2f}", _number(fitted))
+        rows.append((name, sigma, _up(run.claimed_epsilon), "", *bounds, _verdict(run.refuted)))
     if report.checks:
         broken = any(each.refuted for each in report.checks)
         rows.append(
@@ -261,7 +260,10 @@ def _lines(report: Report) -> list[str]:
     for run in report.one_runs:
         guessed = f"{run.correct} of {run.guesses} guesses about the {run.canaries} coins were right"
         lines.append(f"{run.name[0].upper()}{run.name[1:]}: {guessed}")
-        lines += [f"  ε ≥ {each.epsilon:.2f} by its {each.name}; assumes {each.assumes}." for each in run.bounds]
+        lines += [
+            f"  ε ≥ {each.epsilon:.2f} ({each.name}), assuming {each.assumes}; at {each.confidence:.1%} by itself"
+            for each in run.bounds
+        ]
         if run.curve_refuted:
             lines.append("  So many right guesses refute the claimed trade-off curve, whatever the mechanism.")
     for each in report.audits:
