@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dphero.numerics.trees import tree_flatten, tree_unflatten
 
 __all__ = ["Arguments"]
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dphero.checks.loss_coupling import coupling
 from dphero.checks.loss_graph import (
@@ -41,6 +40,7 @@ from dphero.checks.loss_replay import OUTSIDE, Constants, compare_losses, not_re
 from dphero.checks.loss_targets import require_same_targets
 from dphero.checks.recorder import Recorder, ordinary
 from dphero.checks.watched_tensor import watched_class
+from dphero.numerics.trees import tree_flatten, tree_unflatten
 from dphero.separable import company
 
 __all__ = ["LossCheck"]

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from dphero.arguments import Arguments
 from dphero.layers.generic import vmapped
 from dphero.layout import Layout, compare_shapes
+from dphero.numerics.trees import tree_flatten
 from dphero.plan import Axes, Call, Plan, Recording, Traced
 from dphero.rehearsal import gradient_norms, rehearse
 from dphero.shared import NoSharedRule, plain
@@ -260,7 +260,7 @@ class _Examination:
                 if not tensors:
                     raise ValueError(
                         f"the model returns a {type(out).__name__}, and no tensor is found in it, so that it cannot be "
-                        "examined. Return a tensor, or tuples, lists and dictionaries of them."
+                        "examined. Return a tensor, or tuples, lists, dictionaries or dataclasses of them."
                     )
                 note(self._taps.module, None, out)
         finally:

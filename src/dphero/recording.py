@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dphero.gradients.batch import GradientBatch
 from dphero.live import LiveGeometry
+from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 from dphero.pieces import Piece
 from dphero.shared import plain
 from dphero.tape import Tape

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from dphero.functional.custom import custom_code_followed
 from dphero.geometry import identity
 from dphero.gradients.batch import GradientBatch
+from dphero.numerics.trees import tree_flatten
 from dphero.plan import Plan, Unforeseen
 from dphero.shared import Shared, plain
 from dphero.tape import Tape

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dphero.functional.custom import custom_code_followed
 from dphero.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.layout import Layout, arrange
 from dphero.meetings import attached, follow
+from dphero.numerics.trees import tree_flatten, tree_map
 from dphero.operation import Operation
 from dphero.pieces import Piece
 from dphero.places import place_in_code

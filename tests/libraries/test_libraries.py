@@ -21,8 +21,6 @@ REFUSED = {
 """What cannot be private, and what must be said of it."""
 
 NOT_YET = {
-    "torch/A dataclass as output": "no tensor is found in it",
-    "torch/A dataclass as input": "the model was called with shapes",
     "transformers/WavLM": "what multi_head_attention_forward does",
 }
 """What could be private, and is refused so far."""

@@ -1,0 +1,1 @@
+"""Arithmetic and containers that know nothing of privacy."""
