@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dphero import recipe as recipes
+from dphero._files import seal_json
 from dphero.cli import app
 from dphero.data import cache
 from dphero.data.catalog import BUILT_INS
@@ -131,7 +132,7 @@ def test_a_plan_cannot_name_code_or_places_elsewhere(tmp_path):
     values = json.loads((tmp_path / "plan.json").read_text())
     for name in ("../elsewhere", "/tmp/elsewhere", "..", ".hidden", "a/b", "\x1b[2J", "", 3):
         values["runs"][0]["name"] = name
-        (tmp_path / "plan.json").write_text(json.dumps(values))
+        (tmp_path / "plan.json").write_text(json.dumps(seal_json(values)))
         with pytest.raises(ValueError, match="no name of a run's directory"):
             load_plan(tmp_path, trust=True)
 
