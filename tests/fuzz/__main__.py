@@ -17,8 +17,8 @@ def main() -> int:
     """Run all parts, write the log, and return 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=2000)
-    parser.add_argument("--runs", type=int, default=1200)
-    parser.add_argument("--checkpoints", type=int, default=1200)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--checkpoints", type=int, default=1100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, default=LOG)
     given = parser.parse_args()
