@@ -139,6 +139,8 @@ def test_a_model_of_another_shape_is_refused(make_client, weights):
         make_client().answer(Request(1, {**weights, name: weights[name][:1]}))
     with pytest.raises(ValueError, match="another one"):
         make_client().answer(Request(1, {**weights, "extra": weights[name]}))
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        make_client().answer(Request(1, {**weights, name: weights[name] * torch.nan}))
 
 
 def test_without_privacy_the_price_is_infinite(make_client, weights):

@@ -14,9 +14,10 @@ from dphero.experiments import Interrupted, RunDirectory
 from dphero.experiments.prediction import Predictor
 from dphero.federated import rounds, strategies
 from dphero.federated.client import Client
+from dphero.federated.directory import create, federation_of
 from dphero.federated.server import Server
 from dphero.federated.settings import Federation
-from dphero.federated.simulation import create, federation_of, simulated_clients
+from dphero.federated.simulation import simulated_clients
 from tests.federated.local_grid import LocalGrid
 from tests.federated.small import SETTINGS
 

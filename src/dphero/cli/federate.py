@@ -55,6 +55,14 @@ def federate(
             help="Of scaffold: control variates from the update (free), or a gradient of their own (charged)."
         ),
     ] = "update",
+    shared: Annotated[
+        Literal["none", "generated", "distilled", "distilled-published"],
+        typer.Option(help="What clients give to a data set that all of them train on (FedFed)."),
+    ] = "none",
+    sharing_budget: Annotated[
+        float, typer.Option(help="The share of each client's epsilon that goes into that.")
+    ] = 0.5,
+    unsound: Annotated[bool, typer.Option("--unsound", help="Consent to --shared distilled-published.")] = False,
     weights: Annotated[
         Literal["records", "equal"], typer.Option(help="Weigh updates by clients' public numbers of records, or equal.")
     ] = "records",
@@ -126,6 +134,9 @@ def federate(
         "strategy": strategy,
         "proximal_mu": proximal_mu,
         "controls": controls,
+        "shared": shared,
+        "sharing_budget": sharing_budget,
+        "unsound": unsound,
         "weights": weights,
         "client_noise_multiplier": client_noise_multiplier,
         "client_clip": client_clip,
@@ -189,12 +200,14 @@ def _simulation() -> Any:
 
 def _begin(given: dict[str, Any], settings: dict[str, Any], out: Path | None) -> RunDirectory:
     from dphero import experiments
+    from dphero.federated.client import require_federable
     from dphero.federated.defaults import DEFAULTS
+    from dphero.federated.directory import create
     from dphero.federated.settings import Federation, public_seed
-    from dphero.federated.simulation import create
 
     recipe = experiments.resolve(DEFAULTS.get(str(given.get("data")), {}), given)
     federation = Federation(**settings, seed=public_seed(recipe.seed))
+    require_federable(recipe, federation)
     return create(out or _new_folder(recipe), recipe, federation)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from dphero.accounting import Ledger, PoissonGaussian, calibrate_noise_multiplier, price
-from dphero.data import Data
+from dphero.data import Data, Split
 from dphero.experiments.training import prepare
 from dphero.federated.client_files import ClientFiles, ClientState
 from dphero.federated.local_training import train_round
 from dphero.federated.requests import Answer, Declined, Request
 from dphero.federated.settings import Federation
+from dphero.federated.sharing import share
 from dphero.methods import METHODS, Task
 from dphero.methods.sgd import SGD
 from dphero.recipe import Recipe
@@ -43,8 +45,8 @@ def _priced(ledger: str, delta: float, accountant: str, coarse: bool) -> float:
     return price(Ledger.from_json(ledger), delta, accountant, coarse=coarse).epsilon
 
 
-def require_federable(recipe: Recipe) -> None:
-    """Refuse a recipe whose price over many rounds cannot be told in advance.
+def require_federable(recipe: Recipe, federation: Federation | None = None) -> None:
+    """Refuse a recipe whose price over many rounds cannot be told in advance, or a budget that cannot be kept.
 
     Raises:
         ValueError: If so.
@@ -57,6 +59,11 @@ def require_federable(recipe: Recipe) -> None:
         raise ValueError(
             f"method 'sgd' protects nothing and cannot keep epsilon {recipe.epsilon:g}: leave --epsilon out, or take a "
             "private --method such as dp-sgd"
+        )
+    if federation is not None and federation.shared == "distilled-published" and recipe.epsilon is not None:
+        raise ValueError(
+            f"--shared distilled-published costs more than any budget, also than epsilon {recipe.epsilon:g}: give "
+            "--noise-multiplier, or take --shared generated"
         )
     if not method.card.sound and recipe.epsilon is not None:
         raise ValueError(
@@ -80,7 +87,7 @@ class Client:
     """
 
     def __init__(self, name: str, recipe: Recipe, federation: Federation, data: Data, home: Path) -> None:
-        require_federable(recipe)
+        require_federable(recipe, federation)
         self.name, self.recipe, self.federation, self.data = name, recipe, federation, data
         self.files = ClientFiles(home)
 
@@ -108,7 +115,7 @@ class Client:
                 return self._declined(state)
             answer = Answer(
                 weights={name: value.detach().cpu().clone() for name, value in task.module.state_dict().items()},
-                weight=self._weight(task),
+                weight=float(self._records) if self.federation.weights == "records" else 1.0,
                 steps=steps,
                 epsilon=spent(ledger, self.recipe, coarse=True),
                 ledger=ledger,
@@ -130,6 +137,26 @@ class Client:
         stored = self.files.answer(state.answered)["own_control"] if state.answered is not None else None
         return stored or {name: torch.zeros_like(value) for name, value in request.control.items()}
 
+    def share(self) -> tuple[Split, Answer] | Declined:
+        """Return what this client gives to the shared data set; charged, and on disk, before this returns.
+
+        The answer tells what all that left the client costs; it has no weights.
+        """
+        with self.files.locked():
+            state = self.files.load()
+            digest = hashlib.sha256(f"share {self.federation.shared}".encode()).hexdigest()
+            if state.answered != digest:
+                seed = self._seed(digest)
+                given, released = share(self.data, self._records, self.recipe, self.federation, state.ledger, seed)
+                ledger = _joined(state.ledger, released)
+                if self._exceeds(ledger):
+                    return self._declined(state)
+                state = ClientState(ledger, state.noise_multiplier, digest)
+                self.files.commit(state, {"images": given.images, "labels": given.labels, "own_control": None})
+            stored = self.files.answer(digest)
+            cost = spent(state.ledger, self.recipe, coarse=True)
+            return Split(stored["images"], stored["labels"]), Answer({}, 1.0, 0, cost, state.ledger)
+
     def _again(self, state: ClientState, digest: str) -> Answer:
         logger.info("client %s sends its answer again", self.name)
         stored = self.files.answer(digest)
@@ -143,15 +170,30 @@ class Client:
         )
 
     def _task(self, request: Request) -> Task:
-        records = self._records
+        data, records = self._joined_data()
         recipe = self.recipe.with_(
             epochs=self.federation.local_epochs,
             lot=min(self.recipe.lot, records),
             seed=self._seed(request.digest),
+            dataset_size=records,
         )
-        task, _ = prepare(recipe, self.data)
+        task, _ = prepare(recipe, data)
         load(task.module, request.weights)
+        if bad := sorted(name for name, value in request.weights.items() if not torch.isfinite(value).all()):
+            raise ValueError(f"the server's model holds NaN or infinity in {', '.join(bad[:5])}")
         return task
+
+    def _joined_data(self) -> tuple[Data, int]:
+        """Return the client's data with the shared set, and the public number of records in it: D^k ∪ D^s.
+
+        The shared examples are public. They are sampled like the others, which are then in a lot with a smaller
+        probability, and priced with that.
+        """
+        if self.federation.shared == "none":
+            return self.data, self._records
+        shared, train = self.files.load_shared(), self.data.train
+        joined = Split(torch.cat([train.images, shared.images]), torch.cat([train.labels, shared.labels]))
+        return replace(self.data, train=joined), self._records + len(shared)
 
     @property
     def _records(self) -> int:
@@ -163,9 +205,6 @@ class Client:
                 "figure for each client, or --dataset-size public, if the clients' numbers are no secret"
             )
         return len(self.data.train) if not isinstance(size, int) else size
-
-    def _weight(self, task: Task) -> float:
-        return float(task.records) if self.federation.weights == "records" else 1.0
 
     def _seed(self, digest: str) -> int | None:
         """A key of its own for every answer: the same noise on two different requests would cancel out."""

@@ -10,6 +10,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from dphero.data import Split
 from dphero.federated.client import Client, spent
 from dphero.federated.requests import Declined, Request
 
@@ -33,10 +34,21 @@ def make_client_app(client_of: Callable[[Context], Client], name_of: Callable[[C
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        return guarded(_answer, message, context)
+
+    @app.train("share")
+    def share(message: Message, context: Context) -> Message:
+        return guarded(_share, message, context)
+
+    @app.train("shared")
+    def shared(message: Message, context: Context) -> Message:
+        return guarded(_keep_shared, message, context)
+
+    def guarded(act: Callable[[Message, Client], Message], message: Message, context: Context) -> Message:
         name, client = name_of(context), None
         try:
             client = client_of(context)
-            return _answer(message, client)
+            return act(message, client)
         except Exception as error:  # Flower would send the message of the error, which may tell of the data
             logger.exception("client %s failed", name)
             if client is not None:
@@ -57,13 +69,7 @@ def _answer(message: Message, client: Client) -> Message:
     )
     answer = client.answer(request)
     if isinstance(answer, Declined):
-        ledger = client.files.load().ledger
-        about = {
-            "epsilon": spent(ledger, client.recipe, coarse=True),
-            "ledger": ledger.to_json(),
-            "declined": answer.reason,
-        }
-        return _reply(message, {"name": client.name, **about})
+        return _declined(message, client, answer)
     about = {"name": client.name, "epsilon": answer.epsilon, "ledger": answer.ledger.to_json()}
     records: dict[str, Any] = {
         "arrays": ArrayRecord(answer.weights),
@@ -72,6 +78,32 @@ def _answer(message: Message, client: Client) -> Message:
     if answer.control is not None:
         records["control"] = ArrayRecord(answer.control)
     return _reply(message, about, records)
+
+
+def _declined(message: Message, client: Client, answer: Declined) -> Message:
+    ledger = client.files.load().ledger
+    about = {
+        "epsilon": spent(ledger, client.recipe, coarse=True),
+        "ledger": ledger.to_json(),
+        "declined": answer.reason,
+    }
+    return _reply(message, {"name": client.name, **about})
+
+
+def _share(message: Message, client: Client) -> Message:
+    found = client.share()
+    if isinstance(found, Declined):
+        return _declined(message, client, found)
+    given, answer = found
+    arrays = ArrayRecord({"images": given.images, "labels": given.labels})
+    about = {"name": client.name, "epsilon": answer.epsilon, "ledger": answer.ledger.to_json()}
+    return _reply(message, about, {"arrays": arrays})
+
+
+def _keep_shared(message: Message, client: Client) -> Message:
+    found = _tensors(message.content["arrays"])
+    client.files.save_shared(Split(found["images"], found["labels"]))
+    return _reply(message, {"name": client.name})
 
 
 def _tensors(arrays: ArrayRecord) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@
 ``client.json``         ledger, noise multiplier, and which request was answered last: one file, so one moment counts
 ``ledger.json``         a copy of the ledger for other tools; written before an answer leaves
 ``answer-….pt``         the latest answer: asked the same again, the client sends the same again, and pays nothing
+``shared.pt``           the data set that all clients share, if there is one
 ``errors.log``          why rounds failed, for the client's own eyes: the server hears only that they did
 ======================  ============================================================================================
 
@@ -30,6 +31,7 @@ import torch
 from dphero._files import DamagedFile, open_for_lock, open_json, open_zip, read_bytes, seal_json, seal_zip
 from dphero._files import write_atomically as write
 from dphero.accounting import Ledger
+from dphero.data import Split
 
 __all__ = ["ClientFiles", "ClientState"]
 
@@ -132,6 +134,30 @@ class ClientFiles:
         path = self._answer(digest)
         try:
             return torch.load(BytesIO(open_zip(read_bytes(path), path)), map_location="cpu", weights_only=True)
+        except DamagedFile:
+            raise
+        except Exception as error:
+            raise DamagedFile(path, error) from error
+
+    def save_shared(self, shared: Split) -> None:
+        """Keep the data set that all clients share."""
+        packed = BytesIO()
+        torch.save({"images": shared.images, "labels": shared.labels}, packed)
+        seal_zip(packed)
+        write(self.path / "shared.pt", packed.getvalue())
+
+    def load_shared(self) -> Split:
+        """Return the data set that all clients share.
+
+        Raises:
+            ValueError: If it did not come yet, or is damaged.
+        """
+        path = self.path / "shared.pt"
+        if not path.exists():
+            raise ValueError(f"the shared data set did not come to this client: there is no {path}")
+        try:
+            found = torch.load(BytesIO(open_zip(read_bytes(path), path)), map_location="cpu", weights_only=True)
+            return Split(found["images"], found["labels"])
         except DamagedFile:
             raise
         except Exception as error:

@@ -12,8 +12,8 @@ __all__ = ["DEFAULTS"]
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "digits": {"lot": 32, "lr": 0.5, "momentum": 0.0},
-    "mnist": {"lot": 256, "lr": 2.0, "momentum": 0.5},
-    "fashion-mnist": {"lot": 256, "lr": 1.0, "momentum": 0.5},
+    "mnist": {"lot": 256, "lr": 4.0, "momentum": 0.8},
+    "fashion-mnist": {"lot": 256, "lr": 2.0, "momentum": 0.8},
     "cifar10": {"lot": 256, "lr": 1.0, "momentum": 0.5},
 }
 """By data set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,16 @@ class Roster:
     epsilons: dict[str, float] = field(default_factory=dict)
     ledgers: dict[str, str] = field(default_factory=dict)
     exhausted: set[str] = field(default_factory=set)
+
+    def wait(self, grid: Grid, wanted: int, patience: float) -> dict[str, int]:
+        """Return the nodes that are there once so many of them can be asked, or patience is at an end."""
+        until = time.monotonic() + patience
+        while True:
+            online = self.online(grid)
+            ready = {name: node for name, node in online.items() if name not in self.exhausted}
+            if len(ready) >= wanted - len(self.exhausted) or time.monotonic() >= until:
+                return ready
+            time.sleep(min(1.0, patience))
 
     def online(self, grid: Grid) -> dict[str, int]:
         """Return the nodes that are there by their clients' names; new ones are asked for theirs."""
@@ -144,8 +155,9 @@ class Rounds(FedAvg):
         """Sample clients, and ask them."""
         number = self.first_round + server_round
         self.model = {name: value.numpy() for name, value in arrays.items()}
-        online = self.roster.online(grid)
-        chosen = self.sample(number, [name for name in online if name not in self.roster.exhausted])
+        wanted = self.federation.clients if server_round == 1 else self.federation.sampled
+        online = self.roster.wait(grid, wanted, self.federation.patience)
+        chosen = self.sample(number, list(online))
         self.round = Round(number, sampled=chosen)
         if not chosen:
             return []
@@ -162,7 +174,9 @@ class Rounds(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the updates that can be."""
-        named = sorted(((self.roster.name(each.metadata.src_node_id), each) for each in replies), key=_by_name)
+        # of a node that is gone, the SuperLink itself says so: that is "no answer"
+        known = [each for each in replies if each.metadata.src_node_id in self.roster.names]
+        named = sorted(((self.roster.name(each.metadata.src_node_id), each) for each in known), key=_by_name)
         accepted = [reply for name, reply in named if self._accepts(name, reply)]
         answered = {name for name, _ in named}
         for name in self.round.sampled:

@@ -26,6 +26,7 @@ from dphero.federated.client import load, spent
 from dphero.federated.client_level import ClientLevelRounds
 from dphero.federated.rounds import Roster, Round
 from dphero.federated.settings import Federation, partition_name
+from dphero.federated.shared_set import distribute, gather
 from dphero.federated.statement import client_level, record_level
 from dphero.federated.strategies import make_strategy
 
@@ -101,7 +102,7 @@ class Server:
 
     # -- the run ------------------------------------------------------------------------------------------
 
-    def run(self, grid: Grid, timeout: float = 3600.0) -> None:
+    def run(self, grid: Grid) -> None:
         """Go through all rounds that are left.
 
         Raises:
@@ -112,12 +113,16 @@ class Server:
         left = self.federation.rounds - self.done
         if left <= 0:
             return
+        if self.federation.shared != "none":
+            path, shape = self.directory.path / "shared.pt", tuple(self.task.images.shape[1:])
+            shared = gather(grid, self.roster, self.federation, path, shape, len(self.data.classes))
+            distribute(grid, self.roster, self.federation, shared)
         try:
             self.strategy.start(
                 grid,
                 ArrayRecord(self.weights),
                 num_rounds=left,
-                timeout=timeout,
+                timeout=self.federation.answer_seconds,
                 train_config=ConfigRecord(),
                 evaluate_fn=self._after_round,
             )
@@ -164,7 +169,11 @@ class Server:
         self.directory.add_metrics(values)
         self._save()
         self.report(self._progress(accuracy, epsilons))
-        if not self.roster.ledgers and len(self.happened.failed) == len(self.happened.sampled) > 0:
+        if (
+            self.homes is not None
+            and not self.roster.ledgers
+            and len(self.happened.failed) == len(self.happened.sampled) > 0
+        ):
             raise ValueError(f"all clients that were asked in round {self.done} failed{self._where()}")
         if self.asked_to_stop():
             raise Interrupted(f"stopped after round {self.done} and saved")
@@ -173,8 +182,7 @@ class Server:
         return MetricRecord({"accuracy": accuracy})
 
     def _where(self) -> str:
-        if self.homes is None:
-            return ": their own errors.log say why"
+        assert self.homes is not None
         logs = [self.homes / name / "errors.log" for name in self.happened.failed]
         return "".join(f"; {path} says why" for path in logs if path.exists())
 
@@ -258,7 +266,7 @@ class Server:
         ledgers = self.ledgers()
         prices = {name: spent(ledger, self.recipe) for name, ledger in ledgers.items()}
         worst = max(prices, key=lambda name: prices[name], default=None)
-        statement = record_level(self.recipe, self.federation, ledgers, worst)
+        statement = record_level(self.recipe, self.federation, ledgers, worst, reported=self.homes is None)
         directory = self.directory
         directory.save_ledger(ledgers[worst] if worst is not None else Ledger())
         directory.save_statement(statement)

@@ -14,6 +14,7 @@ __all__ = ["Federation", "Partition", "Strategy", "partition_name", "public_seed
 
 Partition = Literal["iid", "dirichlet", "shards"]
 Strategy = Literal["fedavg", "fedprox", "scaffold", "fednova"]
+Shared = Literal["none", "generated", "distilled", "distilled-published"]
 Controls = Literal["update", "gradient"]
 Weights = Literal["records", "equal"]
 
@@ -34,11 +35,17 @@ class Federation:
         proximal_mu: Weight of FedProx's pull back to the global model.
         controls: Where SCAFFOLD's control variates come from: the ``update`` that is sent anyway (free), or a
             ``gradient`` of their own at the global model (a second release, charged).
+        shared: What clients give to a data set that all of them train on; see :mod:`dphero.federated.sharing`.
+        sharing_budget: The share of a client's ε that it may spend on that.
+        unsound: Consent to ``shared="distilled-published"``.
         weights: By what an update is weighted: the client's declared, public number of ``records``, or ``equal``.
         participations: Rounds that a client's budget has to last for; ``None``: as many as it takes part in on average.
         max_update_norm: A longer update is rejected, in multiples of the global model's length (at least 1).
         client_noise_multiplier: σ of the noise that the server adds for a guarantee to whole clients; ``None``: none.
         client_clip: The longest update that then counts in full.
+        patience: Seconds that the server waits for clients to be there: all of them at first, later as many as it
+            samples.
+        answer_seconds: Seconds that a client has for its answer.
         seed: Decides partition and sampling of clients. Public: it has nothing to do with noise.
     """
 
@@ -52,11 +59,16 @@ class Federation:
     strategy: Strategy = "fedavg"
     proximal_mu: float = 0.1
     controls: Controls = "update"
+    shared: Shared = "none"
+    sharing_budget: float = 0.5
+    unsound: bool = False
     weights: Weights = "records"
     participations: int | None = None
     max_update_norm: float = 10.0
     client_noise_multiplier: float | None = None
     client_clip: float = 1.0
+    patience: float = 600.0
+    answer_seconds: float = 3600.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,7 +76,7 @@ class Federation:
             whole(name, getattr(self, name))
         if self.participations is not None:
             whole("participations", self.participations)
-        for name in ("local_epochs", "alpha", "max_update_norm"):
+        for name in ("local_epochs", "alpha", "max_update_norm", "patience", "answer_seconds"):
             positive(name, getattr(self, name))
         if self.proximal_mu < 0:
             raise ValueError(f"proximal_mu must not be negative, got {self.proximal_mu:g}")
@@ -74,6 +86,19 @@ class Federation:
         one_of("strategy", self.strategy, get_args(Strategy))
         one_of("weights", self.weights, get_args(Weights))
         one_of("controls", self.controls, get_args(Controls))
+        one_of("shared", self.shared, get_args(Shared))
+        if not 0 < self.sharing_budget < 1:
+            raise ValueError(f"sharing_budget must lie between 0 and 1, got {self.sharing_budget:g}")
+        if self.shared == "distilled-published" and not self.unsound:
+            raise ValueError(
+                "shared='distilled-published' is FedFed as published: labels in the clear, one noise for many images, "
+                "epsilon infinite. To study it, consent with --unsound; to share with privacy, take generated"
+            )
+        if self.shared != "none" and self.client_noise_multiplier is not None:
+            raise ValueError(
+                f"a guarantee to whole clients does not cover what they give to a shared data set: take --shared none, "
+                f"not {self.shared}, or leave out --client-noise-multiplier"
+            )
         positive("client_clip", self.client_clip)
         if self.client_noise_multiplier is not None:
             self._require_client_level()

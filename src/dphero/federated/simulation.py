@@ -19,42 +19,18 @@ from flwr.simulation import run_simulation
 
 from dphero import data as datasets
 from dphero.data import Data, Split
-from dphero.experiments.files import read_json, to_json, write_text
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import stoppable
-from dphero.federated.client import Client, require_federable
+from dphero.federated.client import Client
 from dphero.federated.client_app import make_client_app
+from dphero.federated.directory import federation_of
 from dphero.federated.partitions import counts, split
 from dphero.federated.plots import plot_partition
 from dphero.federated.server import RoundProgress, Server
 from dphero.federated.settings import Federation, partition_name
 from dphero.recipe import Recipe
 
-__all__ = ["create", "federation_of", "simulate"]
-
-
-def create(path: Path, recipe: Recipe, federation: Federation) -> RunDirectory:
-    """Make the directory of a new federated run.
-
-    Raises:
-        ValueError: If a run is in it already, or the recipe cannot be trained by clients.
-    """
-    require_federable(recipe)
-    directory = RunDirectory.create(path, recipe)
-    write_text(directory.path / "federation.json", to_json(federation.as_dict(), indent=2) + "\n")
-    return directory
-
-
-def federation_of(directory: RunDirectory) -> Federation:
-    """Return the settings of a federated run.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    path = directory.path / "federation.json"
-    if not path.exists():
-        raise ValueError(f"{directory.path} is no federated run: there is no federation.json in it")
-    return Federation.from_dict(read_json(path))
+__all__ = ["simulate", "simulated_clients"]
 
 
 def simulate(

@@ -16,8 +16,26 @@ _SCAFFOLD = {
     ("scaffold", "gradient"): ("SCAFFOLD's control variates are a second release in every round, and are charged.",),
 }
 
+_SHARED = {
+    "generated": (
+        "The shared data set was drawn from generators that the clients trained with noise: its price is in the "
+        "ledgers, and nothing more.",
+    ),
+    "distilled": (
+        "The shared data set holds noisy parts of examples, two copies, and their noisy labels: all of it is in the "
+        "ledgers. A record has a slot of its own; without the record, the slot holds noise alone.",
+    ),
+    "distilled-published": (
+        "UNSOUND AS PUBLISHED: the shared data set holds parts of examples without clipping, one noise for 64 images "
+        "(their differences have none), and true labels. Its price is infinite. Even with a noise for each image, "
+        "0.15 and 0.25 on unclipped images of 28x28 pixels from 0 to 1 would cost an epsilon of about 2.5e4.",
+    ),
+}
 
-def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, Ledger], worst: str | None) -> Statement:
+
+def record_level(
+    recipe: Recipe, federation: Federation, ledgers: Mapping[str, Ledger], worst: str | None, *, reported: bool = False
+) -> Statement:
     """State what the examples of every client are promised: the price of the client that spent most.
 
     Args:
@@ -25,6 +43,7 @@ def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, L
         federation: The settings.
         ledgers: What left each client.
         worst: The client whose ledger costs most; ``None`` if nothing left any client.
+        reported: Whether the ledgers are what clients on other machines say they are.
     """
     card = METHODS[recipe.method].card
     ledger = ledgers[worst] if worst is not None else Ledger()
@@ -43,7 +62,10 @@ def record_level(recipe: Recipe, federation: Federation, ledgers: Mapping[str, L
         f"Updates are weighted by {counted}. Losses and accuracies of clients are not sent.",
         "An example that several clients hold is protected by the sum of their prices.",
         *_SCAFFOLD.get((federation.strategy, federation.controls), ()),
+        *_SHARED.get(federation.shared, ()),
     ]
+    if reported:
+        notes.append("The ledgers are those that the clients report; each client's own, on its own disk, decides.")
     if not card.sound:
         notes += list(card.flaws)
     if recipe.seed is not None:

@@ -1,0 +1,1 @@
+"""Federated training with dphero, as a Flower app."""
