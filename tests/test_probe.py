@@ -699,3 +699,18 @@ def test_a_mixture_of_experts_is_exact() -> None:
 def test_a_mixture_of_experts_that_mixes_examples_is_refused() -> None:
     with pytest.raises(MixedExamplesError, match=r"'experts' \(Experts\)"):
         run(Mixture(mixes=True), sequences())
+
+
+# -- random numbers that do not show --------------------------------------------------------------------------------
+
+
+def test_dropout_before_a_head_that_starts_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules may draw other random numbers than layers do: the outputs are zero all the same, the gradients are not."""
+    head = nn.Linear(8, 3)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), head)
+    run(model, sequences())
+    monkeypatch.setattr("dphero.rehearsal._shows_random_numbers", lambda *_: True)
+    with pytest.raises(ValueError, match="another gradient than autograd"):
+        run(model, sequences())
