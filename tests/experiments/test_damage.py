@@ -220,3 +220,14 @@ def test_a_result_that_says_nothing_is_damaged(copy, tmp_path):
     copy.rename(tmp_path / "all" / "runs" / "a")
     with pytest.raises(ValueError, match=r"result.json is damaged: it lacks accuracy, epsilon"):
         outcomes([Planned("a", resolve(SETTINGS))], tmp_path / "all")
+
+
+def test_metrics_without_a_step_are_damaged(copy):
+    path = copy / "result.json"
+    new = ("version", "recipe", "files", "sha256")  # a run of an older version, without digests
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name not in new})
+    )
+    (copy / "metrics.jsonl").write_text('{"step": 3, "epoch": 1}\n{"epoch": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: line 2 does not tell the step"):
+        RunDirectory.open(copy).metrics  # noqa: B018

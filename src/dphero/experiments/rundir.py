@@ -226,7 +226,8 @@ class RunDirectory:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The evaluations so far."""
-        return parse_lines(self.read("metrics.jsonl")) if os.path.lexists(self.path / "metrics.jsonl") else []
+        path = self.path / "metrics.jsonl"
+        return _evaluations(path, self.read(path.name)) if os.path.lexists(path) else []
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one evaluation."""
@@ -256,7 +257,9 @@ class RunDirectory:
             return
         contents = read_bytes(path, follow=False)
         if seal is None:
-            kept = "".join(to_json(line) + "\n" for line in parse_lines(contents) if line["step"] <= step).encode()
+            kept = "".join(
+                to_json(line) + "\n" for line in _evaluations(path, contents) if line["step"] <= step
+            ).encode()
         else:
             kept = contents[: seal["bytes"]]
             if sha256(kept) != seal["sha256"]:
@@ -419,3 +422,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _evaluations(path: Path, contents: bytes) -> list[dict[str, Any]]:
+    """Return the lines of a file of metrics; one that does not tell its step was not written by a run."""
+    lines = parse_lines(contents)
+    for number, line in enumerate(lines, 1):
+        if type(line.get("step")) is not int:
+            raise DamagedFile(path, f"line {number} does not tell the step of its evaluation")
+    return lines
