@@ -62,7 +62,10 @@ def test_a_simulation_that_is_killed_goes_on(tmp_path):
         (["--data", "digits", "--method", "sgd", "--epsilon", "8"], "protects nothing"),
         (["--epsilon", "8"], "which data"),
         (["--resume", "nowhere"], "not the directory of a run"),
-        (["--resume", "nowhere", "--lr", "1"], "leave out all other settings"),
+        (["--resume", "nowhere", "--lr", "1"], "leave out all other settings: --lr"),
+        (["--resume", "nowhere", "--rounds", "20"], "leave out all other settings: --rounds"),
+        (["--data", "digits", "--epsilon", "8", "--shared", "distilled-published"], "--unsound"),
+        (["--data", "digits", "--epsilon", "8", "--client-noise-multiplier", "1"], "--weights equal"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, message, tmp_path, monkeypatch):

@@ -100,6 +100,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(finished, digits,
     assert ledgers(directory) == ledgers(finished[0])
 
 
+def test_train_does_not_go_on_with_a_federated_run(tmp_path):
+    with pytest.raises(ValueError, match="dphero federate --resume"):
+        experiments.train(begin(tmp_path / "run"))
+
+
 def test_settings_that_were_edited_are_noticed(digits, tmp_path):
     directory = begin(tmp_path / "run")
     with pytest.raises(Interrupted):

@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 def federate(
+    context: typer.Context,
     data: Annotated[
         str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
     ] = None,
@@ -121,8 +122,9 @@ def federate(
         "options": _options(options),
     }
     given = {name: value for name, value in recipe.items() if value not in (None, {})}
-    if resume is not None and (given or out):
-        raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
+    if resume is not None and (others := _written(context) - {"resume", "trust", "workers", "as_json"}):
+        names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in others))
+        raise ValueError(f"--resume goes on with a run as it was begun; leave out all other settings: {names}")
     federation = {
         "clients": clients,
         "sampled": sampled if sampled is not None else (clients + 1) // 2,
@@ -149,6 +151,11 @@ def federate(
         typer.echo(to_json({name: result[name] for name in _KEYS}))
     else:
         _show(result)
+
+
+def _written(context: typer.Context) -> set[str]:
+    """The settings that the user wrote himself."""
+    return {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
 
 
 def _run(

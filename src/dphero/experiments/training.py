@@ -128,6 +128,8 @@ def train(
         if missing := [name for name in _RESULT if name not in done]:
             raise DamagedFile(directory.path / "result.json", f"it lacks {', '.join(missing)}")
         return done
+    if (directory.path / "federation.json").exists():
+        raise ValueError(f"{directory.path} is a federated run: go on with dphero federate --resume {directory.path}")
     import_module("safetensors.torch")
     with directory.locked(), stoppable() as asked_to_stop:
         directory.refuse_without_key()

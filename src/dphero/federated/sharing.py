@@ -64,7 +64,8 @@ def share(
         return _as_images(model.draw(labels, generator), labels, data), released
     rows = rows_of(data.train, len(data.classes))[:_SLOTS]
     sensitive = rows[:, : model.size] - model.remember(rows)
-    sensitive *= (_REACH / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+    reach = _REACH * (1 - 1e-6)  # lengths are rounded
+    sensitive *= (reach / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
     slots = torch.zeros(min(_SLOTS, records), rows.shape[1], dtype=torch.float64)
     given = torch.cat([sensitive / _REACH, rows[:, model.size :]], 1).double()[: len(slots)]
     slots[: len(given)] = given
