@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,22 +87,24 @@ def write_table(found: dict[str, list[dict]], settings: list[str]) -> None:
 
 def scale(runs: Path) -> None:
     lines = [
-        "| clients | seconds a round | of them, first round | peak memory of the largest process (MB) |",
+        "10 clients are sampled in each of 4 rounds. MNIST has 60,000 records for all clients together: of 10, each",
+        "trains for 188 steps a round, of 100 for 19, of 1000 for 2. Memory is the largest process's peak.",
+        "",
+        "| clients | seconds a round | seconds until the end of the first round | memory (MB) |",
         "|---|---|---|---|",
     ]
     for clients in (10, 100, 1000):
         out = runs / f"scale-{clients}"
-        started = time.monotonic()
         federate(
-            out, "--data", "mnist", "--clients", str(clients), "--sampled", "10", "--rounds", "6", "--lot", "16",
-            "--noise-multiplier", "1", "--accountant", "rdp", "--seed", "1",
+            out, "--data", "mnist", "--clients", str(clients), "--sampled", "10", "--rounds", "4", "--lot", "32",
+            "--lr", "0.5", "--momentum", "0", "--noise-multiplier", "1", "--accountant", "rdp", "--seed", "1",
         )  # fmt: skip
         times = [json.loads(line)["seconds"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         each = (times[-1] - times[0]) / (len(times) - 1)
-        print(f"{clients} clients: {each:.2f} s a round, {time.monotonic() - started:.0f} s in all", flush=True)
+        print(f"{clients} clients: {each:.2f} s a round, {times[0]:.1f} s until the end of the first", flush=True)
         lines.append(f"| {clients} | {each:.2f} | {times[0]:.1f} | {peak:.0f} |")
-    (RESULTS / "federated-scale.md").write_text("\n".join(lines) + "\n")
+        (RESULTS / "federated-scale.md").write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from dphero.cli._channels import ChannelsOption
 from dphero.cli._console import console
 from dphero.cli._dataset_size import DatasetSizeOption, size_of
 from dphero.cli._price import Accountant, JsonOption
@@ -35,6 +36,7 @@ def federate(
     data: Annotated[
         str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
     ] = None,
+    channels: ChannelsOption = None,
     model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
     method: Annotated[str | None, typer.Option(help="How clients train: dp-hero (default), dp-sgd, sgd, …")] = None,
     clients: Annotated[int, typer.Option(min=1, help="How many clients there are.")] = 10,
@@ -106,6 +108,7 @@ def federate(
     """
     recipe = {
         "data": data,
+        "channels": channels,
         "model": model,
         "method": method,
         "epsilon": epsilon,

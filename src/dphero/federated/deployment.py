@@ -7,6 +7,7 @@ the command line. *Node config* (``flower-supernode --node-config``): what a cli
 node config
 ================  ====================================================================================================
 ``data``          the client's own data, as ``dphero train --data`` takes it; or ``partition-id`` of the run's data
+``channels``      of the images in it, if it is a folder: 3, unless given, or 1
 ``home``          the directory of its ledger, which must outlive every process; no two clients may share one
 ``name``          by which the server knows it; ``partition-id`` unless given
 ``epsilon``       its budget for all rounds of all time, and
@@ -44,7 +45,18 @@ from dphero.recipe import Recipe
 
 __all__ = ["client_app", "server_app"]
 
-_THEIRS = ("data", "home", "name", "epsilon", "delta", "not-private", "dataset-size", "partition-id", "num-partitions")
+_THEIRS = (
+    "data",
+    "channels",
+    "home",
+    "name",
+    "epsilon",
+    "delta",
+    "not-private",
+    "dataset-size",
+    "partition-id",
+    "num-partitions",
+)
 _PUBLIC = (
     "data",
     "model",
@@ -57,6 +69,7 @@ _PUBLIC = (
     "clipping",
     "guidance",
     "accountant",
+    "channels",
 )
 
 
@@ -82,7 +95,7 @@ def server_app() -> ServerApp:
         else:
             directory = create(out, recipe, federation)  # without ε or σ: each client has its own
         with directory.locked():
-            server = Server(directory, federation, datasets.load(recipe.data))
+            server = Server(directory, federation, datasets.load(recipe.data, recipe.channels))
             server.run(grid)
             server.finish()
 
@@ -134,7 +147,7 @@ def _client(context: Context) -> Client:
 def _data(node: Mapping[str, Any], recipe: Recipe, federation: Federation) -> Data:
     """Return a client's own data, or its part of the run's."""
     if "data" in node:
-        return datasets.load(str(node["data"]))
-    data = datasets.load(recipe.data)
+        return datasets.load(str(node["data"]), node.get("channels"))
+    data = datasets.load(recipe.data, recipe.channels)
     part = split(data.train.labels.numpy(), federation)[int(node["partition-id"])]
     return replace(data, train=Split(data.train.images[part], data.train.labels[part]))
