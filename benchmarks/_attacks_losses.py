@@ -16,7 +16,9 @@ from _attacks_loader import gaussian_epsilon
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dphero import PrivacyEngine, loss_check, probe
+from dphero import PrivacyEngine
+from dphero.checks import loss as loss_check
+from dphero.checks import first_batch as probe
 from dphero.audit.statistics import separate
 from dphero.checks import loss_replay
 

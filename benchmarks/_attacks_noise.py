@@ -16,9 +16,11 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dphero import BudgetExhausted, PrivacyEngine, checkpoint, engine, mechanism
-from dphero.mechanism import Mechanism
-from dphero.noise import FastNoise, fast, pairs
+from dphero import BudgetExhausted, PrivacyEngine, checkpoint, engine
+from dphero.mechanism import release as mechanism
+from dphero.mechanism.release import Mechanism
+from dphero.noise import FastNoise, fast
+from dphero.noise import box_muller as pairs
 
 LOT, DELTA = 12.0, 1e-5
 

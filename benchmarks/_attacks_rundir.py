@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 from _attack import Attack, Figures, refused
 
-from dphero import recipe as recipes
+from dphero.methods import recipe as recipes
 from dphero.accounting import price
 from dphero.experiments import RunDirectory, publishing, resolve, rundir, train
 from dphero.experiments.prediction import Predictor

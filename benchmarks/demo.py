@@ -10,7 +10,7 @@ import json
 import statistics
 from pathlib import Path
 
-from dphero import demo
+from dphero.experiments import demo
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dphero.accounting import Ledger, PoissonGaussian, accountants, many, price
+from dphero.accounting import Ledger, PoissonGaussian, accountants, price
+from dphero.accounting.numerics import many
 
 RESULTS = Path(__file__).parent / "results"
 DELTA = 1e-5

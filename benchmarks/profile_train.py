@@ -22,7 +22,7 @@ import torch.utils.tensorboard  # loaded here, so that loading it is not counted
 from dphero import data as datasets
 from dphero.experiments import RunDirectory, resolve, train
 from dphero.experiments import training as loop
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 
 
 class Stopwatch:

@@ -19,10 +19,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Ellipse
 
-from dphero import demo
+from dphero.experiments import demo
 from dphero.accounting import AdaptiveGaussian, Ledger, claimed_by_paper, price
 from dphero.guidance import PCA, noise_scales, spectrum
-from dphero.guidance.weights import THEOREM_2
+from dphero.guidance.pca import THEOREM_2
 
 IMAGES = Path(__file__).parent / "images"
 REACH, NOISE = "#f2c894", "#1f4e79"  # what one example can add; the noise

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dphero
-from dphero.factors import Scalar
-from dphero.geometry import Geometry
-from dphero.pieces import Outer
+from dphero.geometry.factors import Scalar
+from dphero.geometry.geometry import Geometry
+from dphero.gradients.pieces import Outer
 
 
 class LowRank(nn.Module):

@@ -21,7 +21,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests were started und
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, on which two equal runs may differ in their bits, unless tests for them are asked for (`-m gpu`).
 
-    `CUDA_VISIBLE_DEVICES=0 pytest tests/test_graphs.py` runs there those that can do without.
+    `CUDA_VISIBLE_DEVICES=0 pytest tests/cuda_graphs/test_replay.py` runs there those that can do without.
     """
     chosen = config.getoption("markexpr", "")
     if "gpu" not in chosen or "not gpu" in chosen:

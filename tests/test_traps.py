@@ -20,18 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine, engine, lengths, loss_check, pieces, run, sampling
+from dphero import PrivacyEngine, engine, run, sampling
+from dphero.numerics import partial_norms as lengths
+from dphero.checks import loss as loss_check
+from dphero.gradients import pieces
 from dphero.checks import modules
-from dphero.clipping import Flat
-from dphero.geometry import identity
+from dphero.mechanism.clipping import Flat
+from dphero.geometry.geometry import identity
 from dphero.gradients import convolution
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.convolution import Convolution, convolution_arguments
-from dphero.lot_sum import LotSum
-from dphero.mechanism import Mechanism
-from dphero.pieces import Explicit
+from dphero.mechanism.lot_sum import LotSum
+from dphero.mechanism.release import Mechanism
+from dphero.gradients.pieces import Explicit
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader
-from dphero.taps import Taps
+from dphero.hooks.taps import Taps
 from tests.trainer import Training, data, network, same, training
 
 Patch = pytest.MonkeyPatch

@@ -15,13 +15,13 @@ from dphero.checkpoint import unchanged_on_failure
 from dphero.checks.optimizers import with_closure_evaluated
 from dphero.checks.padding import PaddingCheck
 from dphero.gradients.batch import GradientBatch
-from dphero.graphs import Graphs
-from dphero.loss_check import LossCheck
-from dphero.lot_sum import LotSum
-from dphero.mechanism import Mechanism
-from dphero.probe import probe
+from dphero.cuda_graphs.replay import Graphs
+from dphero.checks.loss import LossCheck
+from dphero.mechanism.lot_sum import LotSum
+from dphero.mechanism.release import Mechanism
+from dphero.checks.first_batch import probe
 from dphero.sampling import Lots, Sampler
-from dphero.taps import Taps
+from dphero.hooks.taps import Taps
 
 __all__ = ["Run", "require_free"]
 

@@ -19,7 +19,7 @@ from dphero.accounting import (
     calibrate_steps,
     price,
 )
-from dphero.accounting.search import largest_count, safe_value
+from dphero.accounting.numerics.search import largest_count, safe_value
 
 
 def epsilon(rate, sigma, steps, delta, accountant="pld"):

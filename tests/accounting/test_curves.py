@@ -10,7 +10,7 @@ from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPriv
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from dphero.accounting.curves import (
+from dphero.accounting.numerics.curves import (
     gaussian_delta,
     gaussian_epsilon,
     gaussian_mu,

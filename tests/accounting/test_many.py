@@ -9,9 +9,10 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dphero.accounting import Budget, Gaussian, Ledger, PoissonGaussian, many, price
-from dphero.accounting.curves import poisson_gaussian_deltas, poisson_gaussian_masses
-from dphero.accounting.mixtures import mixtures
+from dphero.accounting import Budget, Gaussian, Ledger, PoissonGaussian, price
+from dphero.accounting.numerics import many
+from dphero.accounting.numerics.curves import poisson_gaussian_deltas, poisson_gaussian_masses
+from dphero.accounting.numerics.mixtures import mixtures
 
 RATES = st.floats(1e-4, 0.95)
 SIGMAS = st.floats(0.2, 30.0)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from dphero.accounting import Ledger
 from dphero.audit import Settings
-from dphero.clipping import Clipping, Flat
-from dphero.factors import Diagonal
-from dphero.geometry import Geometry
+from dphero.mechanism.clipping import Clipping, Flat
+from dphero.geometry.factors import Diagonal
+from dphero.geometry.geometry import Geometry
 from dphero.guidance import PCA, History
-from dphero.lot_sum import LotSum
-from dphero.mechanism import Mechanism
+from dphero.mechanism.lot_sum import LotSum
+from dphero.mechanism.release import Mechanism
 from dphero.noise import FastNoise
 from dphero.noise.source import Target
 from dphero.run import Run

@@ -8,8 +8,8 @@ from torch import nn
 
 from dphero.audit.canary import Aim, Port, has_bias, plant, unreached, weakest
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
-from dphero.factors import Dense, Diagonal, LowRank, Scalar
-from dphero.geometry import Geometry, identity
+from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.geometry import Geometry, identity
 from dphero.guidance import PCA, History
 
 

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dphero.accounting import Ledger, NoNoise, PoissonGaussian, ShuffledGaussian, claimed_by_paper, price
-from dphero.accounting.curves import gaussian_delta, gaussian_epsilon, poisson_gaussian_deltas
+from dphero.accounting.numerics.curves import gaussian_delta, gaussian_epsilon, poisson_gaussian_deltas
 from dphero.audit.claims import claim_of_ledger, claim_of_prices
 from dphero.audit.statistics import Errors, Separation
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from dphero.accounting import Gaussian, Ledger
-from dphero.accounting.curves import gaussian_epsilon, gaussian_mu
+from dphero.accounting.numerics.curves import gaussian_epsilon, gaussian_mu
 from dphero.audit.claims import Claim, claim_of_ledger
 from dphero.audit.one_run_bounds import curve_bound, curve_refuted, pair_bound
 from dphero.audit.statistics import guessing_bound

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dphero.accounting.curves import gaussian_epsilon
+from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.statistics import (
     Errors,
     Separation,

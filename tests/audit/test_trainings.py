@@ -12,7 +12,7 @@ from dphero.audit import GradientCanaries, InputCanaries, Roc, Settings, audit_m
 from dphero.audit.claims import claim_of_ledger
 from dphero.audit.one_run import _Ported, room
 from dphero.audit.training import Absent, MethodTraining, Trained, confidence
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 from tests.audit.faults import FAULTS
 
 

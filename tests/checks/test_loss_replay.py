@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dphero import loss_check
+from dphero.checks import loss as loss_check
 from dphero.checks import loss_replay
 from tests.trainer import CLASSES, FEATURES, Training, data, network, training
 

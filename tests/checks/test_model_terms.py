@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero import probe
+from dphero.checks import first_batch as probe
 from tests.trainer import CLASSES, FEATURES, training
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dphero import demo
+from dphero.experiments import demo
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.cli import app
 from dphero.engine import PrivacyEngine

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from dphero import models
 from dphero.cli import app
 from dphero.experiments import RunDirectory
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 
 def run(*arguments):

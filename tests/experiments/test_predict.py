@@ -13,7 +13,7 @@ from dphero import data as datasets
 from dphero import experiments, models
 from dphero.experiments import RunDirectory
 from dphero.experiments.prediction import Predictor
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 pytest.importorskip("sklearn")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dphero import recipe as recipes
+from dphero.methods import recipe as recipes
 from dphero._files import seal_json
 from dphero.cli import app
 from dphero.data import cache

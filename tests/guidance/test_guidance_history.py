@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.factors import Dense, Diagonal, LowRank, Scalar
-from dphero.geometry import Geometry
+from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.geometry import Geometry
 from dphero.guidance import Block, History, Released
-from dphero.guidance.moments import Average, DenseMoment, DiagonalMoment, LeadingMoment, axis_noise
+from dphero.guidance.second_moments import Average, DenseMoment, DiagonalMoment, LeadingMoment, axis_noise
 
 
 def generator(seed: int) -> torch.Generator:

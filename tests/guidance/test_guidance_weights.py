@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.factors import Dense, Factor, LowRank
-from dphero.geometry import Geometry
-from dphero.guidance import PCA, Block, Released, noise_scales, spectrum, weights
+from dphero.geometry.factors import Dense, Factor, LowRank
+from dphero.geometry.geometry import Geometry
+from dphero.guidance import PCA, Block, Released, noise_scales, spectrum
+from dphero.guidance import pca as weights
 from dphero.guidance import spectra as solvers
-from dphero.guidance.weights import ALGORITHM_2, INVERSE, THEOREM_2
+from dphero.guidance.pca import ALGORITHM_2, INVERSE, THEOREM_2
 
 
 def weight(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.factors import Factor, LowRank
+from dphero.geometry.factors import Factor, LowRank
 from dphero.guidance import PCA, Block, Released, spectrum, subspace
 from dphero.guidance.subspace import Iterations, Ritz, Start
 from tests.guidance.far import Far, Orders

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from dphero import PrivacyEngine
-from tests.oracle import trained
+from tests.oracle.micro_batches import trained
 
 ROWS = 4
 TOLERANCE = 1e-3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.methods import Task, Trainer, make
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 TRAINING = 1400
 

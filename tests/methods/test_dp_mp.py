@@ -19,7 +19,7 @@ from dphero.accounting import (
     UnpriceableError,
     price,
 )
-from dphero.accounting.curves import gaussian_delta
+from dphero.accounting.numerics.curves import gaussian_delta
 from dphero.methods import make
 from dphero.methods.dp_mp import relative_noise
 from tests.methods.digits_task import accuracy, make_task, resumes_exactly, start

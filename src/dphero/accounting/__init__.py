@@ -19,14 +19,14 @@ from dphero.accounting.calibration import (
     calibrate_sample_rate,
     calibrate_steps,
 )
-from dphero.accounting.event import EVENT_KINDS, Event, Relation
-from dphero.accounting.events import AdaptiveGaussian, Gaussian, NoNoise, PoissonGaussian, ShuffledGaussian
-from dphero.accounting.filters import IndividualFilter, ShuffledFilter
-from dphero.accounting.labels import RandomisedLabels
+from dphero.accounting.events.base import EVENT_KINDS, Event, Relation
+from dphero.accounting.events.gaussian import AdaptiveGaussian, Gaussian, NoNoise, PoissonGaussian, ShuffledGaussian
+from dphero.accounting.events.filters import IndividualFilter, ShuffledFilter
+from dphero.accounting.events.labels import RandomisedLabels
 from dphero.accounting.ledger import LEDGER_VERSION, Ledger
-from dphero.accounting.line_search import LineSearchStep
+from dphero.accounting.events.line_search import LineSearchStep
 from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
-from dphero.accounting.student_t import PoissonStudentT
+from dphero.accounting.events.student_t import PoissonStudentT
 
 __all__ = [
     "ACCOUNTANTS",

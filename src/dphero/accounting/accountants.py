@@ -12,10 +12,10 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution,
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
-from dphero.accounting.event import Event, Relation
+from dphero.accounting.numerics.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
+from dphero.accounting.events.base import Event, Relation
 from dphero.accounting.ledger import Ledger
-from dphero.accounting.many import compose_many, sum_of_divergences
+from dphero.accounting.numerics.many import compose_many, sum_of_divergences
 
 DEFAULT_FILTER_ORDER = 8.0
 """The Rényi filter's order unless another is fixed in advance; near the best for epsilon 3 at delta 1e-5."""

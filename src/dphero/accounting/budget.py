@@ -18,9 +18,9 @@ from dphero.accounting.accountants import (
     price,
 )
 from dphero.accounting.calibration import stages
-from dphero.accounting.event import Event
+from dphero.accounting.events.base import Event
 from dphero.accounting.ledger import Ledger
-from dphero.accounting.search import largest_count
+from dphero.accounting.numerics.search import largest_count
 
 _RECENT_RUNS = 8
 _Cost = Callable[[int], float]

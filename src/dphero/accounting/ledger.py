@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dphero import _checks as checks
-from dphero.accounting.event import Event, Relation
+from dphero.accounting.events.base import Event, Relation
 
 LEDGER_VERSION = 1
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dphero.accounting.accountants import DEFAULT_FILTER_ORDER, Price, price
-from dphero.accounting.event import Event, Relation
+from dphero.accounting.events.base import Event, Relation
 from dphero.accounting.ledger import Ledger
 
 UNSOUND_AS_PUBLISHED = "unsound as published"

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dphero.factors import Dense, Diagonal, Factor, LowRank
-from dphero.geometry import Geometry
+from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank
+from dphero.geometry.geometry import Geometry
 
 __all__ = ["Aim", "Plant", "Port", "has_bias", "plant", "unreached", "weakest"]
 

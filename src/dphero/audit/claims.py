@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from dphero.accounting import Event, Ledger, price
-from dphero.accounting.curves import gaussian_epsilon, self_compose
+from dphero.accounting.numerics.curves import gaussian_epsilon, self_compose
 from dphero.audit.statistics import Evidence
 
 __all__ = ["Claim", "claim_of_ledger", "claim_of_prices"]

@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 from dphero.accounting import Ledger
 from dphero.audit.canary import Aim, Plant, Port, plant
 from dphero.engine import PrivacyEngine
-from dphero.geometry import Geometry
+from dphero.geometry.geometry import Geometry
 from dphero.guidance import Guidance, Released, resolve
-from dphero.lot_sum import LotSum
-from dphero.mechanism import Mechanism, Mode
+from dphero.mechanism.lot_sum import LotSum
+from dphero.mechanism.release import Mechanism, Mode
 
 __all__ = ["EngineRelease", "Settings", "canary_gradient", "records", "small_model"]
 

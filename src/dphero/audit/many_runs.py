@@ -20,7 +20,7 @@ from dphero.audit.training import Absent, MethodTraining, Train, absence
 from dphero.audit.two_sample import Audit, audit
 from dphero.methods import METHODS
 from dphero.models import build
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["TrainingRelease", "audit_method"]
 

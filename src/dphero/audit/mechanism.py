@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dphero.accounting import claimed_by_paper
-from dphero.accounting.curves import gaussian_epsilon
+from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.canary import has_bias
 from dphero.audit.checks import Check, judge
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices

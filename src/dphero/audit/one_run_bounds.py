@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 from scipy.special import ndtr, ndtri
 
-from dphero.accounting.curves import gaussian_epsilon
+from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.claims import Claim
 from dphero.audit.statistics import SHARES, guesses_of
 

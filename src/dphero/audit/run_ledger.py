@@ -9,7 +9,7 @@ from typing import Any
 from dphero._files import DamagedFile
 from dphero.accounting import IndividualFilter, RandomisedLabels, ShuffledFilter, price
 from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
-from dphero.accounting.filters import WHOLE_ORDERS
+from dphero.accounting.events.filters import WHOLE_ORDERS
 from dphero.audit.independent_price import independent_epsilon, price_check
 from dphero.experiments import RunDirectory
 

@@ -23,9 +23,9 @@ from dphero.audit.two_sample import Audit
 from dphero.data import Data
 from dphero.experiments import RunDirectory, prepare
 from dphero.methods import Task, Trainer, make
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.models import build
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["audit_recipe", "audit_run", "settings_of"]
 

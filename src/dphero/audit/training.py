@@ -15,7 +15,7 @@ from dphero.accounting import BudgetExhausted, Ledger
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.methods import METHODS, Task, make
 from dphero.models import FeatureModel
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["Absent", "MethodTraining", "Train", "Trained", "absence", "confidence", "losses"]
 

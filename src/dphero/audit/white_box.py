@@ -25,8 +25,8 @@ from dphero.audit.independent_price import price_check
 from dphero.audit.lots_law import poisson_checks, shuffle_checks
 from dphero.audit.noise_law import NoiseRecord, grid_check, last_bits_check, noise_checks
 from dphero.engine import PrivacyEngine
-from dphero.geometry import Geometry
-from dphero.mechanism import Mechanism
+from dphero.geometry.geometry import Geometry
+from dphero.mechanism.release import Mechanism
 
 __all__ = ["look_inside"]
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dphero.arguments import Arguments
-from dphero.geometry import identity
+from dphero.batch_axis.arguments import Arguments
+from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.plan import Unforeseen
+from dphero.batch_axis.plan import Unforeseen
 from dphero.sampling.padding import Padding
-from dphero.shared import Shared, plain
-from dphero.tape import Tape
-from dphero.untouched import Untouched
+from dphero.functional.unbatched import Shared, plain
+from dphero.hooks.tape import Tape
+from dphero.hooks.snapshot import Untouched
 
 if TYPE_CHECKING:
-    from dphero.taps import Taps
+    from dphero.hooks.taps import Taps
 
 __all__ = ["PaddingCheck"]
 

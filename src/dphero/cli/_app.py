@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 import dphero
 from dphero.cli._console import say
-from dphero.importing import FAILED_IN
+from dphero._imports import FAILED_IN
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 

@@ -97,8 +97,8 @@ def compare(
     )
     with Progress(*columns, console=console(stderr=True), speed_estimate_period=600) as bar:
         overall = bar.add_task("Planning", total=None, figures="")
-        from dphero import experiments  # torch takes seconds: something should be seen before it
-        from dphero import recipe as recipes
+        from dphero import experiments# torch takes seconds: something should be seen before it
+        from dphero.methods import recipe as recipes
         from dphero.experiments import compare as comparing
         from dphero.experiments import plan as plans
 
@@ -226,7 +226,7 @@ def _show(rows: list[Row], directory: Path, trust: str) -> None:
 
 def _trust(plan: list[Planned]) -> str:
     """What has to be added to a command that goes on with a plan."""
-    from dphero.recipe import code_named
+    from dphero.methods.recipe import code_named
 
     return " --trust" if any(code_named(planned.recipe.as_dict()) for planned in plan) else ""
 

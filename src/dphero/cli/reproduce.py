@@ -13,7 +13,7 @@ from dphero.cli._paths import folder
 from dphero.cli._price import JsonOption
 
 if TYPE_CHECKING:
-    from dphero.experiments.paper.running import Reproduced
+    from dphero.experiments.reproduction.running import Reproduced
     from dphero.experiments.sweep import Standing
 
 
@@ -57,9 +57,9 @@ def reproduce(
         console=console(stderr=True),
     ) as bar:
         task = bar.add_task("Planning", total=None, figures="")
-        from dphero import experiments  # torch takes seconds: something should be seen before it
-        from dphero.experiments.paper.items import ITEMS, find
-        from dphero.experiments.paper.running import reproduce as reproduce_item
+        from dphero import experiments# torch takes seconds: something should be seen before it
+        from dphero.experiments.reproduction.items import ITEMS, find
+        from dphero.experiments.reproduction.running import reproduce as reproduce_item
 
         if item == "list":
             bar.update(task, visible=False)
@@ -108,7 +108,7 @@ class _Display:
 
 
 def _list(as_json: bool) -> None:
-    from dphero.experiments.paper.items import ITEMS
+    from dphero.experiments.reproduction.items import ITEMS
 
     if as_json:
         from dphero.experiments.files import to_json
@@ -127,8 +127,8 @@ def _list(as_json: bool) -> None:
 
 def _show(done: Reproduced) -> None:
     """Print an item's table for people."""
-    from dphero.experiments.paper.report import shown
-    from dphero.experiments.paper.settings import UNSOUND
+    from dphero.experiments.reproduction.report import shown
+    from dphero.experiments.reproduction.settings import UNSOUND
 
     rows = done.report.rows
     names = list(dict.fromkeys(name for row in rows for name in row))

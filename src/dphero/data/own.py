@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dphero.data import npz
 from dphero.data.dataset import Data, Split
-from dphero.importing import call_named
+from dphero._imports import call_named
 
 __all__ = ["from_arrays", "from_function", "from_npz"]
 

@@ -22,7 +22,7 @@ from dphero.data import Data
 from dphero.experiments.defaults import resolve
 from dphero.experiments.plan import Planned
 from dphero.methods import METHODS, Task, make
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["check", "grid", "matched_noise", "parse_variations", "value_of"]
 

@@ -18,7 +18,7 @@ from dphero import __version__
 from dphero._files import seal_json, write_atomically
 from dphero.experiments.files import parse_json, sha256, to_json
 from dphero.experiments.rundir import RunDirectory
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["publish"]
 

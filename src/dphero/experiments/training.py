@@ -22,7 +22,7 @@ from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.methods import Step, Task, Trainer, extra_of, make
 from dphero.models import FeatureModel
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["Progress", "prepare", "train"]
 

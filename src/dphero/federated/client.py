@@ -27,7 +27,7 @@ from dphero.federated.settings import Federation
 from dphero.federated.sharing import share
 from dphero.methods import METHODS, Task
 from dphero.methods.sgd import SGD
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["Answer", "Client", "Declined", "Request", "require_federable", "spent"]
 

@@ -41,7 +41,7 @@ from dphero.federated.directory import create, federation_of
 from dphero.federated.partitions import split
 from dphero.federated.server import Server
 from dphero.federated.settings import Federation
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["client_app", "server_app"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from dphero.experiments.files import read_json, to_json, write_text
 from dphero.experiments.rundir import RunDirectory
 from dphero.federated.settings import Federation
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["create", "federation_of"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dphero.accounting import AdaptiveGaussian, Ledger, NoNoise, PoissonGaussian
 from dphero.federated.requests import Request
 from dphero.methods import Task, Trainer, make
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.methods.sgd import SGDTrainer
 
 __all__ = ["train_round"]

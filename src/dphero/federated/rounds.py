@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from dphero.federated.settings import Federation
 from dphero.federated.updates import problem_with
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["WEIGHT", "Roster", "Round", "Rounds"]
 

@@ -25,7 +25,7 @@ from dphero.data import Data, Split
 from dphero.federated.generator import generator_steps, rows_of, train_generator
 from dphero.federated.settings import Federation
 from dphero.noise import FastNoise, SecureNoise
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["share"]
 

@@ -28,7 +28,7 @@ from dphero.federated.partitions import counts, split
 from dphero.federated.plots import plot_partition
 from dphero.federated.server import RoundProgress, Server
 from dphero.federated.settings import Federation, partition_name
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["simulate", "simulated_clients"]
 

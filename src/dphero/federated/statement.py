@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dphero.accounting import Ledger, Statement, statement
 from dphero.federated.settings import Federation
 from dphero.methods import METHODS
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["client_level", "record_level"]
 

@@ -16,7 +16,7 @@ from dphero.federated.client_level import ClientLevelRounds
 from dphero.federated.rounds import WEIGHT, Roster, Rounds
 from dphero.federated.settings import Federation
 from dphero.federated.updates import problem_with
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["make_strategy"]
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dphero.gradients.batch import PieceMaker
-from dphero.layout import Layout
-from dphero.operation import Operation
-from dphero.pieces import Piece
-from dphero.plan import Key, Notes
+from dphero.batch_axis.axis import Layout
+from dphero.functional.operation import Operation
+from dphero.gradients.pieces import Piece
+from dphero.batch_axis.plan import Key, Notes
 
 __all__ = ["Context", "GradientSink", "OpaqueCall", "Owner"]
 

@@ -18,8 +18,8 @@ import torch
 from torch.autograd import Function
 from torch.utils import checkpoint
 
-from dphero.operation import take_apart
-from dphero.shared import Shared
+from dphero.functional.operation import take_apart
+from dphero.functional.unbatched import Shared
 
 __all__ = ["custom_code_followed"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dphero.pieces import Piece
+from dphero.gradients.pieces import Piece
 
 __all__ = ["GradientBatch", "PieceMaker"]
 

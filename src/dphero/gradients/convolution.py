@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.factors import Factor
-from dphero.geometry import Geometry
-from dphero.lengths import LEAST_SQUARE
-from dphero.pieces import Explicit, Piece, gram_rounding, rounding
-from dphero.precision import products_in
-from dphero.room import Room
+from dphero.geometry.factors import Factor
+from dphero.geometry.geometry import Geometry
+from dphero.numerics.partial_norms import LEAST_SQUARE
+from dphero.gradients.pieces import Explicit, Piece, gram_rounding, rounding
+from dphero.numerics.precision import products_in
+from dphero.numerics.buffers import Room
 
 __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution_arguments"]
 

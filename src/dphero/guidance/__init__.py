@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dphero.guidance.base import Block, Guidance, Prepares, Released
 from dphero.guidance.history import History
 from dphero.guidance.isotropic import Isotropic
-from dphero.guidance.weights import PCA, noise_scales, spectrum
+from dphero.guidance.pca import PCA, noise_scales, spectrum
 
 __all__ = [
     "PCA",

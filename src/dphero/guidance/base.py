@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from dphero.geometry import Geometry
+from dphero.geometry.geometry import Geometry
 
 Axis = Literal["rows", "columns"]
 

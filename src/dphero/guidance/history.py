@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from dphero._checks import one_of
-from dphero.geometry import Geometry
-from dphero.guidance import moments, spectra
+from dphero.geometry.geometry import Geometry
+from dphero.guidance import spectra
+from dphero.guidance import second_moments as moments
 from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
-from dphero.guidance.moments import Average, Moment
+from dphero.guidance.second_moments import Average, Moment
 
 
 @dataclass(eq=False)

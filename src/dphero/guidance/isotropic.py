@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, ClassVar
 
-from dphero.geometry import Geometry
+from dphero.geometry.geometry import Geometry
 from dphero.guidance.base import Released
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dphero.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
+from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
 from dphero.guidance.subspace import Iterations, Ritz, Solved, Start
-from dphero.transfer import Fetched, sent
+from dphero.numerics.transfer import Fetched, sent
 
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="dphero-spectra")
 _FEW = 128  # rows of a matrix up to which it is decomposed in float64: that takes no longer, and U is orthonormal then
@@ -184,7 +184,7 @@ def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bo
     """Applies the rule of this module to spectra normalised together: one mean lambda, one sum of v^2.
 
     With `bare`, directions may be left without any noise (a positive exponent and floor 0 where a weight is rank
-    deficient): a :class:`~dphero.factors.Singular` factor.
+    deficient): a :class:`~dphero.geometry.factors.Singular` factor.
 
     Raises:
         ValueError: where a scale would be zero or infinite, which only a floor of 0 can bring about.

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dphero.transfer import Fetched, grouped, sent
+from dphero.numerics.transfer import Fetched, grouped, sent
 
 _OVERSAMPLE = 8  # directions iterated beyond those kept: they make the kept ones converge faster
 _COLD_SWEEPS = 6  # sweeps of a first iteration, from a random basis; a later one starts where the last one ended

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Outer, Piece
+from dphero.gradients.pieces import Explicit, Outer, Piece
 
 __all__ = ["multihead_attention"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Piece
-from dphero.room import Room
+from dphero.gradients.pieces import Explicit, Piece
+from dphero.numerics.buffers import Room
 
 __all__ = ["convolution"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.pieces import Piece, Rows
+from dphero.gradients.pieces import Piece, Rows
 
 __all__ = ["embedding", "embedding_bag"]
 

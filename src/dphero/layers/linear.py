@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.pieces import Bias, Outer, Piece
-from dphero.room import Recycled
+from dphero.gradients.pieces import Bias, Outer, Piece
+from dphero.numerics.buffers import Recycled
 
 __all__ = ["linear", "linear_pieces"]
 

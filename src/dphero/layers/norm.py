@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.pieces import Explicit, Piece
+from dphero.gradients.pieces import Explicit, Piece
 
 __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dphero.layers.call import LayerCall
 from dphero.layers.linear import linear_pieces
 from dphero.layers.registry import register
-from dphero.pieces import Piece
+from dphero.gradients.pieces import Piece
 
 __all__ = ["recurrent", "recurrent_cell"]
 

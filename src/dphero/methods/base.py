@@ -24,7 +24,7 @@ from dphero import checkpoint
 from dphero._checks import closest
 from dphero.accounting import Ledger, Price, Statement, price, statement
 from dphero.models import NAMES
-from dphero.recipe import Recipe
+from dphero.methods.recipe import Recipe
 
 __all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "extra_of", "make", "register"]
 

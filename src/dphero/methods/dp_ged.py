@@ -10,7 +10,7 @@ Denoising" (arXiv 2007.11524). Per step::
     denoise   a fixed function of the noisy sum
 
 Cutting towards zero keeps ‖c_i‖ ≤ C. The price is evaluated numerically, over the worst code word
-(:mod:`dphero.accounting.student_t`).
+(:mod:`dphero.accounting.events.student_t`).
 
 The source leaves open what the unit is and how denoising works; its README names only flags. Chosen here: the unit is
 a share of C/√d, d the number of parameters (public), since coordinates are of that size; and denoising is the score
@@ -30,11 +30,11 @@ from torch import Tensor
 
 from dphero._checks import one_of, positive, whole
 from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
-from dphero.accounting.search import safe_value
-from dphero.clipping import Flat, total
+from dphero.accounting.numerics.search import safe_value
+from dphero.mechanism.clipping import Flat, total
 from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.noisy import NoisyTrainer, poisson
+from dphero.methods.noisy_trainer import NoisyTrainer, poisson
 
 __all__ = ["DPGED"]
 

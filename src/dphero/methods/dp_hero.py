@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from dphero.accounting import Price, calibrate_noise_multiplier, claimed_by_paper
 from dphero.guidance import PCA
 from dphero.methods.base import Card, Method, Task, Trainer, register
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 
 __all__ = ["DPHero", "DPHeroPublished"]
 

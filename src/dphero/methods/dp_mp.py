@@ -46,12 +46,12 @@ from dphero.accounting import (
     ShuffledGaussian,
     price,
 )
-from dphero.accounting.search import safe_value
-from dphero.blocks import describe
-from dphero.clipping import PerLayer
+from dphero.accounting.numerics.search import safe_value
+from dphero.mechanism.parameters import describe
+from dphero.mechanism.clipping import PerLayer
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.noisy import NoisyTrainer, lot_key
-from dphero.methods.own import key_of
+from dphero.methods.noisy_trainer import NoisyTrainer, lot_key
+from dphero.methods.base_trainer import key_of
 from dphero.sampling import ShuffleSampler
 
 __all__ = ["DPMP"]

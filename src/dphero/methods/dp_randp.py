@@ -21,8 +21,8 @@ from dphero.methods._head import head_of, headless, with_head
 from dphero.methods._pretraining import pretrain
 from dphero.methods._processes import PROCESSES
 from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
-from dphero.methods.own import key_of
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.base_trainer import key_of
+from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel, require_rowwise
 
 __all__ = ["DPRandP"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dphero.methods.base import Card, Method, Task, Trainer, register
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 
 __all__ = ["DPSGD"]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dphero._checks import one_of, positive
 from dphero.accounting import Gaussian, Ledger
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.own import key_of
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.base_trainer import key_of
+from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
 

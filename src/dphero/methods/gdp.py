@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from dphero.accounting import Price
 from dphero.methods.base import Card, Method, Task, Trainer, register
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 
 __all__ = ["GDP"]
 

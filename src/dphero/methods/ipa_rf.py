@@ -28,11 +28,11 @@ from torch import Tensor
 
 from dphero.accounting import CalibrationError, IndividualFilter
 from dphero.accounting.accountants import filter_price
-from dphero.accounting.filters import WHOLE_ORDERS, filter_size
-from dphero.accounting.moments import gaussian_log_moments, poisson_divergence
+from dphero.accounting.events.filters import WHOLE_ORDERS, filter_size
+from dphero.accounting.numerics.sampled_rdp import gaussian_log_moments, poisson_divergence
 from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.noisy import NoisyTrainer, poisson
+from dphero.methods.noisy_trainer import NoisyTrainer, poisson
 
 __all__ = ["IPARF"]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from dphero._checks import positive, whole
 from dphero.accounting import Ledger, RandomisedLabels
 from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
-from dphero.methods.own import OwnTrainer, key_of
+from dphero.methods.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
 __all__ = ["LabelDP", "LabelRandomiser", "response"]

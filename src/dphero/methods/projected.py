@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from dphero._checks import whole
 from dphero.methods._processes import PROCESSES
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel
 
 __all__ = ["Projected", "leading_directions"]

@@ -11,7 +11,7 @@ from typing import ClassVar
 from dphero._checks import positive, whole
 from dphero.guidance import History
 from dphero.methods.base import Card, Method, Task, Trainer, register
-from dphero.methods.private import PrivateTrainer
+from dphero.methods.engine_trainer import PrivateTrainer
 
 __all__ = ["AdaCliP", "GeoClip", "QuantileClip"]
 

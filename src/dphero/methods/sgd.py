@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dphero.accounting import NoNoise
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.own import OwnTrainer, key_of
+from dphero.methods.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
 __all__ = ["SGD", "SGDTrainer"]

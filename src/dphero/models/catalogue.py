@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dphero._checks import closest
-from dphero.importing import call_named
+from dphero._imports import call_named
 from dphero.models import features, plain, wide_resnet
 
 __all__ = ["MODELS", "NAMES", "Entry", "build"]

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.factors import Scalar
-from dphero.geometry import Geometry, identity
+from dphero.geometry.factors import Scalar
+from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.layers import register
 from dphero.layers.call import LayerCall
-from dphero.pieces import Explicit, Piece
-from dphero.precision import products_in
-from dphero.room import Room
+from dphero.gradients.pieces import Explicit, Piece
+from dphero.numerics.precision import products_in
+from dphero.numerics.buffers import Room
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 
@@ -103,7 +103,7 @@ class Standardised(Piece):
 
     @property
     def rounding(self) -> float:  # type: ignore[override]
-        """See :class:`~dphero.pieces.Piece`; known once the norms are."""
+        """See :class:`~dphero.gradients.pieces.Piece`; known once the norms are."""
         return self.inner.rounding
 
     def instantiate(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where Gaussian noise comes from. Where it is added, and priced, is `dphero.mechanism`.
+"""Where Gaussian noise comes from. Where it is added, and priced, is `dphero.mechanism.release`.
 
 Two sources share one interface, `NoiseSource`:
 
@@ -12,6 +12,6 @@ Both refuse to serve one release twice: two sums under the same noise differ by 
 from dphero.noise.fast import FastNoise
 from dphero.noise.secure import SecureNoise
 from dphero.noise.source import NoiseSource, can_keep
-from dphero.noise.team import alongside
+from dphero.noise.threads import alongside
 
 __all__ = ["FastNoise", "NoiseSource", "SecureNoise", "alongside", "can_keep"]

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from torch import Tensor
 
 from dphero.noise import register
-from dphero.noise.pairs import chunk_maker, draw_chunk
+from dphero.noise.box_muller import chunk_maker, draw_chunk
 from dphero.noise.source import OneTimeSource, Target, close, is_flat
-from dphero.noise.team import together
+from dphero.noise.threads import together
 
 __all__ = ["FastNoise"]
 
@@ -44,11 +44,11 @@ class FastNoise(OneTimeSource):
     AES-128(key, t ‖ 0), AES-128(key, t ‖ 1), …, where t and the counter have 64 bits each. The concatenation of
     the tensors is cut in equal chunks (:func:`_chunk_size`), each made from as many words of 32 bits: half of them
     for radii, half for angles, and of these pairs first the sines, then the cosines (see
-    :mod:`dphero.noise.pairs`). float64 tensors form a concatenation of their own, made from words of 64
+    :mod:`dphero.noise.box_muller`). float64 tensors form a concatenation of their own, made from words of 64
     bits, whose counters start at 2⁶³. On CUDA, one Philox generator per device and release has a 64-bit seed
     hashed from (key, t, device).
 
-    Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.pairs`), 9.42 in float64, and 9.5 on CUDA,
+    Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.box_muller`), 9.42 in float64, and 9.5 on CUDA,
     where a normal is the sum of two, over √2: torch's own end at 6.76. What it does not promise: CPU and
     CUDA streams differ, and the generator on CUDA is not cryptographic; other processors and versions of
     torch may round logarithms and sines differently in the last bits; the key is in every checkpoint. For a

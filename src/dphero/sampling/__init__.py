@@ -11,7 +11,7 @@ records is not, so nothing here is derived from it unless the user declares it p
 
 from dphero.sampling.loader import PrivateLoader
 from dphero.sampling.lots import Lots, PhysicalBatch
-from dphero.sampling.public import dataset_of, public_lot, public_rate
+from dphero.sampling.public_numbers import dataset_of, public_lot, public_rate
 from dphero.sampling.same_data import describe_data, require_same_data
 from dphero.sampling.samplers import PoissonSampler, Sampler, ShuffleSampler
 

@@ -18,7 +18,7 @@ from dphero.sampling.collate import Part, PrivateCollate, Watch, looked_at, stac
 from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
-from dphero.transfer import to_device
+from dphero.numerics.transfer import to_device
 
 __all__ = ["PrivateLoader"]
 

@@ -1,0 +1,1 @@
+"""Kinds of events: what was released, and how each kind is priced."""

@@ -1,0 +1,1 @@
+"""The numerics of pricing: privacy-loss curves, searches, Rényi moments of sampled mechanisms."""

@@ -1,0 +1,1 @@
+"""In which axis each tensor carries the examples."""

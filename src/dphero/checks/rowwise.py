@@ -1,0 +1,89 @@
+"""Whether a fixed transform treats every example by itself: tried before private examples go through it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dphero.hooks.snapshot import Untouched
+
+__all__ = ["require_rowwise"]
+
+_KEPT = 2  # rows that are looked at
+_SLACK = 1e-5
+"""Relative difference that rounding may make between runs of one shape, and"""
+_SLACK_BETWEEN_SIZES = 1e-2
+"""between runs of different shapes, on a GPU in its shorter formats."""
+
+
+@torch.no_grad()
+def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
+    """Refuse a transform that mixes examples, or that keeps something of them.
+
+    The price of a training covers what is released of rows that belong to one example each. A row that carries others
+    too, and a running mean that is published with the model, it does not cover. So some rows go through the transform
+    together, each among copies of itself, and by themselves: each must come out the same, up to rounding. Parameters,
+    buffers and random generators are left as they were.
+
+    Args:
+        transform: In the mode in which it will be used.
+        rows: Some of the examples, as many as will go through it at a time.
+        name: What the transform is called in an error.
+
+    Raises:
+        ValueError: If a row's output depends on the rows beside it, or parameters or buffers are written.
+    """
+    plain = rows.new_zeros(rows.shape[1:])
+    company = torch.cat([rows, torch.stack([plain, plain + 1]).to(rows.dtype)])  # never all alike
+    untouched = Untouched(transform)
+
+    def outputs(inputs: Tensor) -> Tensor:
+        with untouched.run() as changes:
+            found = transform(inputs)
+        _require_unwritten(changes.state, name)
+        if not isinstance(found, Tensor) or found.shape[:1] != inputs.shape[:1]:
+            raise ValueError(f"{name} must give a tensor with one row for each example, and that of {len(inputs)} not")
+        return found.double()
+
+    places, together = _different(company), outputs(company)
+    for place in places:
+        alone = outputs(company[[place] * len(company)])
+        _require_same(together[place], alone[place], _SLACK, _size(together[place]), name)
+    few = outputs(company[places])
+    _require_same(together[places], few, _SLACK_BETWEEN_SIZES, _size(together), name)
+
+
+def _different(rows: Tensor) -> list[int]:
+    """Return the places of the first finite rows that differ from one another."""
+    flat, found = rows.flatten(1), list[int]()
+    left = flat.isfinite().all(1)
+    while left.any() and len(found) < _KEPT:
+        found.append(int(left.nonzero()[0]))
+        left = left & (flat != flat[found[-1]]).any(1)
+    return found
+
+
+def _size(values: Tensor) -> float:
+    """The largest finite value, without its sign."""
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0
+
+
+def _require_unwritten(written: dict[str, Tensor], name: str) -> None:
+    if written:
+        raise ValueError(
+            f"{name} must be fixed, and computing it writes into {', '.join(sorted(written))}: something of the "
+            "private examples would be published with the model. Switch such statistics off, or use public ones in "
+            "evaluation mode."
+        )
+
+
+def _require_same(first: Tensor, second: Tensor, slack: float, size: float, name: str) -> None:
+    finite = first.isfinite() & second.isfinite()
+    odd = bool(((first != second) & ~finite & ~(first.isnan() & second.isnan())).any())
+    gap = _size(torch.where(finite, first - second, 0.0))
+    if odd or gap > slack * size:
+        raise ValueError(
+            f"{name} mixes examples: what it gives for one depends on the others beside it, and changes by "
+            f"{gap / max(size, 1e-30):.2g} of its size, so nothing that is made of it can be private. Use statistics "
+            "of each example (GroupNorm, LayerNorm), or fixed public ones."
+        )

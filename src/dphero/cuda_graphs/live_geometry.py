@@ -1,0 +1,122 @@
+"""A geometry that stays in one place while its values follow another one: what a recording of a pass can read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Scalar, times
+from dphero.geometry.geometry import Geometry
+
+__all__ = ["LiveGeometry"]
+
+_KINDS = (Dense, Diagonal, LowRank, Scalar)
+_NOT_COMPUTED_WITH = ("largest",)
+_SIDES = ("left", "right", "flat")
+
+
+class LiveGeometry:
+    """Copies of the geometries of all parameters, in places of their own.
+
+    Every tensor of a factor is copied, every number becomes a tensor of one entry, and all else must stay the same.
+    So nothing that a geometry computes with can be left behind when it changes.
+
+    Args:
+        geometry: Name to geometry.
+        device: Where the passes run. (A number that lay elsewhere would be part of the recording itself.)
+
+    Attributes:
+        live: Name to geometry; its values change with :meth:`follow`.
+    """
+
+    def __init__(self, geometry: Mapping[str, Geometry], device: torch.device) -> None:
+        self._followed = geometry
+        self._copies: dict[int, Factor] = {}
+        self.live: dict[str, Geometry] = {}
+        for name, shape in geometry.items():
+            sides = {side: getattr(shape, side) for side in _SIDES}
+            self.live[name] = Geometry(
+                shape.shape, **{side: factor and self._copy(factor, device) for side, factor in sides.items()}
+            )
+
+    def _copy(self, factor: Factor, device: torch.device) -> Factor:
+        if type(factor) not in _KINDS:
+            raise ValueError(
+                f"cuda_graphs: a geometry with a factor of type {type(factor).__name__} cannot be recorded; call "
+                "make_private without cuda_graphs"
+            )
+        if id(factor) not in self._copies:  # a weight and its bias share one, and still do
+            made = copy.copy(factor)
+            for name, value in vars(factor).items():
+                if isinstance(value, Tensor):
+                    vars(made)[name] = value.clone()
+                elif _is_number(name, value):
+                    vars(made)[name] = torch.tensor(value, dtype=torch.float64, device=device)
+            if isinstance(made, LowRank):
+                made.__class__ = _LiveLowRank
+            self._copies[id(factor)] = made
+        return self._copies[id(factor)]
+
+    def follow(self, geometry: Mapping[str, Geometry]) -> bool:
+        """Take over the values of another geometry; return ``False``, and change nothing, if its form differs."""
+        if geometry is self._followed:
+            return True
+        pairs: list[tuple[Tensor, Any]] = []
+        if geometry.keys() != self.live.keys():
+            return False
+        for name, shape in geometry.items():
+            for side in _SIDES:
+                theirs, mine = getattr(shape, side), getattr(self.live[name], side)
+                if (theirs is None) != (mine is None):
+                    return False
+                if theirs is not None and not _pair(theirs, mine, pairs):
+                    return False
+        tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
+        for mine, value in pairs:
+            if not isinstance(value, Tensor):
+                mine.fill_(value)
+        if tensors:
+            torch._foreach_copy_([mine for mine, _ in tensors], [value for _, value in tensors])
+        self._followed = geometry
+        return True
+
+
+class _LiveLowRank(LowRank):
+    """A low-rank factor whose ``rest`` is a tensor."""
+
+    def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
+        number, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)
+        # A product cannot take a factor for x that lies on the GPU. So what is added is divided by it, which is small,
+        # and the result multiplied: in x's own precision, since mixed ones take a much slower way.
+        rest = torch.as_tensor(number).to(x.dtype)
+        out = out / rest
+        if axis == -1:
+            flat = x.reshape(-1, self.size)
+            return torch.addmm(flat, flat @ self.basis, out.mT).mul_(rest).reshape(x.shape)
+        return times(out, times(self.basis.mT, x), add=x).mul_(rest)
+
+
+def _pair(theirs: Factor, mine: Factor, pairs: list[tuple[Tensor, Any]]) -> bool:
+    """Note which value goes where; return whether the two factors have one form."""
+    kind = LowRank if isinstance(mine, _LiveLowRank) else type(mine)
+    if type(theirs) is not kind or vars(theirs).keys() != vars(mine).keys():
+        return False
+    for name, value in vars(theirs).items():
+        place = vars(mine)[name]
+        if isinstance(value, Tensor):
+            if not isinstance(place, Tensor) or (value.shape, value.dtype) != (place.shape, place.dtype):
+                return False
+            pairs.append((place, value))
+        elif _is_number(name, value):
+            pairs.append((place, value))
+        elif name not in _NOT_COMPUTED_WITH and (isinstance(place, Tensor) or value != place):
+            return False
+    return True
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, float) and name not in _NOT_COMPUTED_WITH

@@ -1,0 +1,264 @@
+"""The paper's convergence figures: test accuracy as training goes on, by σ, lot size and learning rate."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dphero.accounting import claimed_by_paper
+from dphero.experiments.reproduction import drawing
+from dphero.experiments.reproduction.report import PRICED, Report, prices, remark
+from dphero.experiments.reproduction.settings import (
+    DELTAS,
+    PRIVATE,
+    PUBLISHED,
+    SIGMAS,
+    UNSOUND,
+    Setting,
+    Size,
+    Source,
+    planned,
+)
+from dphero.experiments.plan import Planned
+from dphero.experiments.sweep import Outcome
+from dphero.experiments.table import shown_price
+
+__all__ = ["Curves", "Shape"]
+
+_CHANCE = 15.0  # percent; ten classes: below this a network has learnt nothing, or lost it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which runs there are at one size.
+
+    Attributes:
+        source: Data and network.
+        iterations: Steps of a run.
+        evaluate_every: Steps between looks at the accuracy.
+        sigmas: Values of σ.
+        lots: Values of L.
+        rates: Values of η.
+        seeds: Runs of each kind.
+    """
+
+    source: Source
+    iterations: int
+    evaluate_every: int
+    sigmas: tuple[float, ...] = SIGMAS
+    lots: tuple[int, ...] = (200,)
+    rates: tuple[float, ...] = (0.1,)
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A figure of curves.
+
+    Attributes:
+        name: The item's.
+        title: Above the picture.
+        shapes: Its runs, by size.
+        by: What each row of panels has in common besides σ: the lot, the learning rate, or nothing.
+        axis: What is on the horizontal axis.
+        mark: The iteration at which the paper's figure ends, if ours goes on.
+    """
+
+    name: str
+    title: str
+    shapes: Mapping[Size, Shape]
+    by: Literal["lot", "lr"] | None = None
+    axis: Literal["iteration", "epoch"] = "iteration"
+    mark: int | None = None
+
+    def plan(self, size: Size) -> list[Planned]:
+        """Return SGD and the three private methods at every setting."""
+        shape, found = self.shapes[size], []
+        for lot, rate, seed in itertools.product(shape.lots, shape.rates, range(shape.seeds)):
+            for sigma in (None, *shape.sigmas):
+                for method in ("sgd",) if sigma is None else PRIVATE:
+                    found.append(
+                        planned(
+                            shape.source,
+                            method,
+                            Setting(sigma, lot, rate),
+                            iterations=shape.iterations,
+                            evaluate_every=shape.evaluate_every,
+                            seed=seed,
+                        )
+                    )
+        return found
+
+    def present(self, found: Sequence[Outcome], size: Size, directory: Path) -> Report:
+        """Draw the panels and return the table."""
+        shape = self.shapes[size]
+        curves = _mean_curves(found)
+        points = [{**_about(outcome), **line} for outcome in found for line in outcome.metrics]
+        rows = _rows(found, curves)
+        self._draw(curves, rows, shape, size, directory)
+        table = [{name: value for name, value in row.items() if name != "setting"} for row in rows]
+        return Report(table, points, self._notes(shape, size))
+
+    def _notes(self, shape: Shape, size: Size) -> list[str]:
+        return [
+            f"{size}: {self._words(shape)}.",
+            "accuracy, best and distance are in percent of test images; distance from SGD is the mean absolute "
+            "difference from SGD's curve, unrest the mean absolute change between two looks.",
+            f"'{PUBLISHED}' is {UNSOUND}: its claimed ε is the paper's formula, its true ε that of the weakest "
+            "direction of its noise.",
+            "One run of each kind: differences of a few points are chance."
+            if shape.seeds == 1
+            else f"Means of {shape.seeds} seeds.",
+            PRICED,
+        ]
+
+    def _words(self, shape: Shape) -> str:
+        source = shape.source
+        lots = ", ".join(map(str, shape.lots))
+        epochs = ", ".join(f"{round(source.records / lot):,}" for lot in shape.lots)
+        rates = ", ".join(f"{rate:g}" for rate in shape.rates)
+        return (
+            f"{source.model} on {source.title}, {shape.iterations:,} iterations (an epoch has {epochs}), "
+            f"L = {lots}, η = {rates}, C = 1, {_count(shape.seeds)}, "
+            f"{source.test:,} test images"
+        )
+
+    def _cells(self, shape: Shape) -> dict[tuple[int, int], Setting]:
+        """Return the setting of each panel by its row and column: σ from left to right, what else varies downwards."""
+        lot, rate, sigmas = shape.lots[0], shape.rates[0], shape.sigmas
+        if self.by is None:
+            columns = min(3, len(sigmas))
+            return {(n // columns, n % columns): Setting(sigma, lot, rate) for n, sigma in enumerate(sigmas)}
+        pairs = [(each, rate) for each in shape.lots] if self.by == "lot" else [(lot, each) for each in shape.rates]
+        return {(i, j): Setting(sigma, *pair) for i, pair in enumerate(pairs) for j, sigma in enumerate(sigmas)}
+
+    def _draw(
+        self,
+        curves: Mapping[tuple[Setting, str], list[tuple[float, float, float]]],
+        rows: Sequence[Mapping[str, Any]],
+        shape: Shape,
+        size: Size,
+        directory: Path,
+    ) -> None:
+        cells = self._cells(shape)
+        count, columns = (1 + max(place[axis] for place in cells) for axis in (0, 1))
+        figure, axes = drawing.grid(count, columns, sharex=True, sharey=True)
+        for each in axes.flat[len(cells) :]:
+            each.set_visible(False)
+        for (i, j), setting in cells.items():
+            panel = axes[i][j]
+            for method in ("sgd", *PRIVATE):
+                curve = curves.get((replace(setting, noise_multiplier=None) if method == "sgd" else setting, method))
+                if curve:
+                    x = [point[1] if self.axis == "epoch" else point[0] for point in curve]
+                    drawing.line(panel, method, x, [point[2] for point in curve])
+            more = {"lot": f", L = {setting.lot}", "lr": f", η = {setting.lr:g}", None: ""}[self.by]
+            panel.set_title(f"σ = {setting.noise_multiplier:g}{more}", fontsize=10)
+            panel.text(0.5, 0.97, _priced(rows, setting), **_corner(panel))
+            if self.mark is not None and self.mark < shape.iterations:
+                panel.vlines(self.mark, 0, 100, color="#999999", linewidth=1, label="where the paper's figure ends")
+            panel.set_ylim(0, 112)
+            panel.set_yticks(range(0, 101, 20))
+            if i == count - 1:
+                panel.set_xlabel(self.axis)
+            if j == 0:
+                panel.set_ylabel("test accuracy (%)")
+        note = f"{size.upper()}: {self._words(shape)}. ε at δ = {DELTAS[0]:g}."
+        drawing.finish(figure, directory / self.name, self.title, note)
+
+
+def _count(seeds: int) -> str:
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+
+
+def _corner(panel: Any) -> dict[str, Any]:
+    return {"transform": panel.transAxes, "ha": "center", "va": "top", "fontsize": 7, "color": "#555555"}
+
+
+def _priced(rows: Sequence[Mapping[str, Any]], setting: Setting) -> str:
+    """What the sound noise costs, and what the published recipe claims and truly costs."""
+    found = {row["method"]: row for row in rows if row["setting"] == setting}
+    true = f"true ε, δ {DELTAS[0]:.0e}"
+    parts = []
+    if sound := found.get("dp-hero") or found.get("dp-sgd"):
+        parts.append(f"sound: ε {_short(sound.get(true))}")
+    if unsound := found.get(PUBLISHED):
+        assert setting.noise_multiplier is not None
+        claim = claimed_by_paper([setting.noise_multiplier], DELTAS[0]).epsilon
+        parts.append(f"as printed: claims {_short(claim)}, truly {_short(unsound.get(true))}")
+    return " | ".join(parts)
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0e}" if 1e4 < value < float("inf") else shown_price(value)
+
+
+def _about(outcome: Outcome) -> dict[str, Any]:
+    recipe = outcome.planned.recipe
+    return {"method": recipe.method, "remark": remark(recipe.method), **outcome.planned.setting, "seed": recipe.seed}
+
+
+def _setting(outcome: Outcome) -> Setting:
+    recipe = outcome.planned.recipe
+    return Setting(recipe.noise_multiplier, recipe.lot, recipe.lr)
+
+
+def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[tuple[float, float, float]]]:
+    """Return (step, epoch, accuracy in percent), the mean over seeds, for each setting and method."""
+    groups: dict[tuple[Setting, str], dict[int, list[tuple[float, float]]]] = {}
+    for outcome in found:
+        curve = groups.setdefault((_setting(outcome), outcome.planned.recipe.method), {})
+        for line in outcome.metrics:
+            curve.setdefault(line["step"], []).append((line["epoch"], 100 * line["accuracy"]))
+    return {
+        key: [
+            (step, values[0][0], statistics.fmean(accuracy for _, accuracy in values))
+            for step, values in sorted(curve.items())
+        ]
+        for key, curve in groups.items()
+    }
+
+
+def _rows(
+    found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[tuple[float, float, float]]]
+) -> list[dict[str, Any]]:
+    rows, memory = [], dict[Any, float]()
+    for (setting, method), curve in curves.items():
+        if not curve:
+            continue
+        runs = [o for o in found if _setting(o) == setting and o.planned.recipe.method == method and o.result]
+        accuracies = [point[2] for point in curve]
+        reference = curves.get((Setting(None, setting.lot, setting.lr), "sgd"), [])
+        pairs = [(mine[2], theirs[2]) for mine, theirs in zip(curve, reference, strict=False)]
+        best = max(accuracies)
+        rows.append(
+            {
+                "setting": setting,
+                "σ": setting.noise_multiplier,
+                "L": setting.lot,
+                "η": setting.lr,
+                "method": method,
+                "remark": remark(method),
+                "steps": curve[-1][0],
+                "accuracy": accuracies[-1],
+                "best": best,
+                "best at step": curve[accuracies.index(best)][0],
+                "collapsed": "yes" if best > 2 * _CHANCE and accuracies[-1] < _CHANCE else "",
+                "distance from SGD": statistics.fmean(abs(a - b) for a, b in pairs) if pairs else None,
+                "unrest": statistics.fmean(abs(b - a) for a, b in itertools.pairwise(accuracies))
+                if len(accuracies) > 1
+                else None,
+                **({} if method == "sgd" or not runs else _worst([prices(run, memory) for run in runs])),
+            }
+        )
+    return rows
+
+
+def _worst(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: max(each[name] for each in several) for name in several[0]}

@@ -1,0 +1,107 @@
+"""What can be reproduced: the paper's table, its figures, and two analyses behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dphero._checks import closest
+from dphero.experiments.reproduction import boxes, figures, linear, spectra, table1
+from dphero.experiments.reproduction.curves import Curves
+from dphero.experiments.reproduction.report import Report
+from dphero.experiments.reproduction.settings import Size
+from dphero.experiments.plan import Planned
+from dphero.experiments.sweep import Outcome
+
+__all__ = ["ITEMS", "Item", "find"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something in the paper that can be reproduced.
+
+    Attributes:
+        name: On the command line.
+        title: In a few words.
+        paper: Which table or figure it is there.
+        shows: What ours shows.
+        minutes: How long it takes, in words, by size.
+        plan: Returns the runs it needs.
+        present: Draws, and returns what was found: ``present(outcomes, size, directory)``.
+    """
+
+    name: str
+    title: str
+    paper: str
+    shows: str
+    minutes: Mapping[str, str]
+    plan: Callable[[Size], list[Planned]]
+    present: Callable[[Sequence[Outcome], Size, Path], Report]
+
+
+def _curves(made: Curves, paper: str, shows: str, quick: str, full: str) -> Item:
+    return Item(made.name, made.title, paper, shows, {"quick": quick, "full": full}, made.plan, made.present)
+
+
+_LINES = "SGD, DP-SGD, sound DP-Hero and the published recipe"
+
+ITEMS: Mapping[str, Item] = {
+    item.name: item
+    for item in (
+        Item(
+            "table1",
+            "Accuracy beside the other systems (the paper's Table 1)",
+            "Table 1",
+            "each system and DP-Hero at the same honest ε, beside what the paper prints and what it truly cost",
+            {"quick": "5 minutes", "full": "hours; a GPU helps"},
+            table1.plan,
+            table1.present,
+        ),
+        _curves(figures.ITERATIONS, "Figure 1", f"{_LINES}: the first iterations", "2 minutes", "half an hour"),
+        _curves(figures.EPOCHS, "Figure 2", f"{_LINES}: accuracy by epoch", "3 minutes", "hours; a GPU helps"),
+        _curves(figures.CIFAR_EPOCHS, "Figure 3", f"{_LINES}: CIFAR-10 from scratch", "3 minutes", "needs a GPU"),
+        Item(
+            "epsilon-boxes",
+            "Test accuracy at several ε (the paper's Figure 4)",
+            "Figure 4",
+            "accuracies over seeds at equal honest ε",
+            {"quick": "4 minutes", "full": "hours; a GPU helps"},
+            boxes.plan,
+            boxes.present,
+        ),
+        _curves(figures.LOT_SIZES, "Figure 5", f"{_LINES}: lots of 10 to 400", "3 minutes", "an hour"),
+        _curves(figures.LEARNING_RATES, "Figure 6", f"{_LINES}: η = 0.1 and 0.2", "2 minutes", "an hour"),
+        Item(
+            "linear-analysis",
+            "Which noise a linear classifier bears best (the paper's linear layer analysis)",
+            "section 'Linear Layer Analysis as an Example'",
+            "what noise of equal size and different shape does to a linear classifier, exactly",
+            {"quick": "seconds", "full": "seconds"},
+            linear.plan,
+            linear.present,
+        ),
+        Item(
+            "noise-spectra",
+            "The shape of the noise, and what its weakest direction costs (the paper's Theorem 2)",
+            "Theorem 2, Algorithm 2",
+            "noise along each principal direction of each layer, before and after training, and its price",
+            {"quick": "1 minute", "full": "an hour"},
+            spectra.plan,
+            spectra.present,
+        ),
+    )
+}
+"""Every item by its name, in the order of the paper."""
+
+
+def find(name: str) -> Item:
+    """Return an item.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in ITEMS:
+        hint = closest(name, ITEMS, f"there are {', '.join(ITEMS)}, and all")
+        raise ValueError(f"there is nothing called {name!r} to reproduce; {hint}")
+    return ITEMS[name]

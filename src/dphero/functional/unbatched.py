@@ -1,0 +1,218 @@
+"""Values that are the same for all examples, followed to where examples first meet them.
+
+A bare parameter (a class token, a temperature, a LoRA matrix) or the output of a layer whose input does
+not carry the batch (a position embedding over an ``arange``) has no batch axis, so autograd would hand back
+a gradient that is already summed over the examples. A :class:`Shared` tensor follows such a value through
+the model's own code. Operations among shared values stay shared. At the first operation with a batched result
+the per-example gradient is read off exactly (:mod:`dphero.functional.dispatch`) and carried back to the parameters.
+
+A gradient that reaches a shared value on any other way raises an error: none is ever lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.functional.context import Context, GradientSink, Owner
+from dphero.functional.operation import take_apart
+from dphero.gradients.pieces import Explicit, Outer, Piece
+from dphero.functional.rules import SIMPLER
+
+__all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Shared", "SharedValue", "plain"]
+
+
+class NoSharedRule(RuntimeError):
+    """An operation takes a shared value to a batch in a way that cannot be followed.
+
+    Attributes:
+        site: The module in whose code it happened, where all parameters in question are its own.
+    """
+
+    def __init__(self, label: str, operation: str, site: Owner | None) -> None:
+        super().__init__(
+            f"{label}: what {operation} does to its parameters cannot be followed example by example. Use the "
+            "out-of-place form of the operation, or move it into a module of its own and register a rule for "
+            "that with @dphero.register."
+        )
+        self.site = site
+
+
+class Origin:
+    """Where a shared value comes from: a leaf of its own little graph, and what takes its gradients."""
+
+    def __init__(self, plain: Tensor, taps: Context, label: str) -> None:
+        self.leaf = plain.detach().requires_grad_()
+        self.leaf.register_hook(_guard(taps, label))
+
+    def expect(self, tape: GradientSink) -> None:
+        """Announce, in the forward pass, one coming piece."""
+        raise NotImplementedError
+
+    def take(self, tape: GradientSink, piece: Piece) -> None:
+        """Take the per-example gradients of the leaf."""
+        raise NotImplementedError
+
+
+class ParameterOrigin(Origin):
+    """A parameter itself."""
+
+    def __init__(self, name: str, parameter: Tensor, taps: Context, label: str) -> None:
+        super().__init__(parameter, taps, label)
+        self.name = name
+
+    def expect(self, tape: GradientSink) -> None:
+        tape.expect([self.name])
+
+    def take(self, tape: GradientSink, piece: Piece) -> None:
+        tape.deliver(self.name, piece)
+
+
+class LayerOrigin(Origin):
+    """The output of a tapped layer on a shared input; gradients also flow on to that input.
+
+    Args:
+        out: The output.
+        names: The layer's parameters.
+        make: Returns the layer's pieces, by parameter name, from the per-example gradients of the output.
+    """
+
+    def __init__(
+        self, out: Tensor, names: Sequence[str], make: Callable[[Tensor], dict[str, Piece]], taps: Context, label: str
+    ) -> None:
+        self.before = out.value if isinstance(out, Shared) else None
+        super().__init__(out.plain if isinstance(out, Shared) else out, taps, label)
+        self._names, self._make = names, make
+
+    def expect(self, tape: GradientSink) -> None:
+        tape.expect(self._names)
+        if self.before is not None:
+            self.before.expect(tape)
+
+    def take(self, tape: GradientSink, piece: Piece) -> None:
+        gradients = piece.instantiate()
+        for name, part in self._make(gradients).items():
+            tape.deliver(name, part)
+        if self.before is not None:
+            self.before.receive(tape, Explicit(gradients))
+
+
+class SharedValue:
+    """The plain tensor behind a :class:`Shared`, and its origins."""
+
+    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context) -> None:
+        self.plain, self.origins, self._taps = plain, tuple(origins), taps
+
+    def expect(self, tape: GradientSink) -> None:
+        """Announce, in the forward pass, that the value met the batch once more."""
+        for origin in self.origins:
+            origin.expect(tape)
+
+    def receive(self, tape: GradientSink, piece: Piece) -> None:
+        """Carry per-example gradients of this value back to its origins."""
+        origin = self.origins[0]
+        if origin.leaf is self.plain:
+            origin.take(tape, piece)
+        elif isinstance(piece, Outer) and len(self.origins) == 1 and _is_transpose(self.plain, origin.leaf):
+            origin.take(tape, Outer(piece.right, piece.left))
+        else:
+            tape.defer(lambda: self._pull(tape, piece))
+
+    @torch.no_grad()
+    def _pull(self, tape: GradientSink, piece: Piece) -> None:
+        with self._taps.reading():
+            found = self._pulled(piece.instantiate().to(self.plain.dtype))
+        for origin, gradient in zip(self.origins, found, strict=True):
+            if gradient is not None:
+                origin.take(tape, Explicit(gradient))
+
+    def _pulled(self, gradients: Tensor) -> Sequence[Tensor | None]:
+        leaves = [origin.leaf for origin in self.origins]
+        try:
+            return torch.autograd.grad(
+                self.plain, leaves, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError:  # an operation that vmap does not know
+            rows = [
+                torch.autograd.grad(self.plain, leaves, gradient, retain_graph=True, allow_unused=True)
+                for gradient in gradients
+            ]
+            return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+
+class Shared(torch.Tensor):
+    """A tensor without a batch axis that remembers where it comes from.
+
+    It requires a gradient, so that code which torch does not let us follow (a custom autograd function, a scripted
+    one) is found out when that gradient arrives.
+    """
+
+    value: SharedValue
+    taps: Context
+    path: str
+    label: str
+
+    @staticmethod
+    def wrap(value: SharedValue, taps: Context, path: str, label: str) -> Shared:
+        """Wrap a plain value of the module at ``path``."""
+        tensor = torch.Tensor._make_subclass(Shared, value.plain.detach(), True)
+        tensor.value, tensor.taps, tensor.path, tensor.label = value, taps, path, label
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor.register_hook(_guard(taps, label))
+        return tensor
+
+    @property
+    def plain(self) -> Tensor:
+        """The ordinary tensor, with its graph."""
+        return self.value.plain
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            return func(plain(args[0]), *args[1:], **kwargs)
+        if func in SIMPLER and args and not isinstance(args[0], Shared):
+            result = SIMPLER[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            operation, tensors = take_apart(func, args, kwargs)
+            if operation.name == "__set__":
+                raise NoSharedRule(args[0].label, "setting an attribute of a parameter", None)
+            shared = next((tensor for tensor in tensors if isinstance(tensor, Shared)), None)
+            if shared is not None and shared.taps.following and torch.is_grad_enabled():
+                return shared.taps.follow(operation, tensors, args, kwargs)
+            return operation.run([plain(tensor) for tensor in tensors])
+
+
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")}
+_ABOUT |= {getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__len__", "is_floating_point", "stride")}
+"""Questions that concern no gradient."""
+
+
+def plain(value: Any) -> Any:
+    """Return the ordinary tensor behind a shared one; anything else as it is."""
+    return value.plain if isinstance(value, Shared) else value
+
+
+def _guard(taps: Context, label: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        if not taps.is_reading:
+            raise RuntimeError(
+                f"a gradient reached a parameter of {label} by a way that could not be followed example by example: "
+                "a custom autograd function, a scripted function, or a value without a batch axis that the model "
+                "returned and that entered the loss. Register a rule for the module (@dphero.register), or keep the "
+                "value out of the loss."
+            )
+
+    return refuse
+
+
+def _is_transpose(tensor: Tensor, leaf: Tensor) -> bool:
+    """Tell whether a tensor is the transposed view of a matrix."""
+    if leaf.dim() != 2 or tensor.dim() != 2 or tensor.data_ptr() != leaf.data_ptr():
+        return False
+    return (tensor.shape, tensor.stride()) == (leaf.T.shape, leaf.T.stride())

@@ -1,0 +1,1 @@
+"""Whiten and colour: the linear maps that shape clipping and noise."""

@@ -1,0 +1,408 @@
+"""Taps: a model's layers report their input and output gradient while the user's own loop runs.
+
+While a model is private, each module that owns trainable parameters (a *site*) has its ``forward``
+replaced, on the instance, by the rule of its layer family. A rule computes the same output from *detached*
+parameters, so that autograd spends nothing on parameter gradients, and taps that output. All other code that
+uses a parameter meets a :class:`~dphero.functional.unbatched.Shared` value in its place. The model keeps its class, its
+attributes and its ``state_dict``; copies of it are ordinary models; :meth:`Taps.detach` undoes everything.
+
+Nothing here knows of clipping or noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dphero.functional.custom import custom_code_followed
+from dphero.geometry.geometry import Geometry
+from dphero.gradients.batch import GradientBatch, PieceMaker
+from dphero.batch_axis.axis import Layout, arrange
+from dphero.functional.dispatch import attached, follow
+from dphero.numerics.trees import tree_flatten, tree_map
+from dphero.functional.operation import Operation
+from dphero.gradients.pieces import Piece
+from dphero.batch_axis.call_site import place_in_code
+from dphero.batch_axis.plan import Key, Notes, Plan, Recording, Unforeseen
+from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.hooks.modules import Call, Site, Slot, eager, find_sites, replace_forward, swapped
+from dphero.hooks.tape import Tape
+from dphero.hooks.snapshot import buffer_name
+
+__all__ = ["Call", "Examine", "Replay", "Site", "Taps"]
+
+Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], Plan]
+"""Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
+
+_ATTEMPTS = 8
+"""How often a model that makes new calls is examined again before it is refused (it may drop layers at random)."""
+
+
+class Replay(Protocol):
+    """Runs recorded passes of a model instead of its code."""
+
+    def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
+        """Run one forward pass; return ``NotImplemented`` where the model itself must run."""
+
+
+class Taps:
+    """Attaches rules to the sites of a model and opens a tape for each physical batch.
+
+    Args:
+        module: The model.
+        parameters: Name to parameter, of those whose gradients are wanted.
+        geometry: Name to geometry in which norms are taken; read anew for each batch.
+        rows: Returns the number of rows of the physical batch in hand, or raises if there is none.
+        consume: Receives the gradients of each physical batch when its backward pass has finished.
+        entered: Sees what the model is called with; the model runs inside the context that it returns.
+        returned: Sees what the model returns, and may put something else in its place.
+        called: Sees the arguments that it was called with, before that.
+        examine: Called for the first batch, and whenever the model does what it had not done before.
+        replay: Makes what runs recorded passes, if any are to be recorded.
+
+    Attributes:
+        plan: What was learned about where each call carries the examples.
+        following: Whether a forward pass is being tapped.
+        stack: The sites that are running, one inside the other.
+        is_paused: Whether the model runs untapped.
+        is_reading: Whether gradients of shared values are being carried back to their parameters.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        geometry: Callable[[], Mapping[str, Geometry]],
+        rows: Callable[[], int],
+        consume: Callable[[GradientBatch], None],
+        examine: Examine,
+        entered: Callable[..., AbstractContextManager[None]] = lambda *arguments: nullcontext(),
+        returned: Callable[[Any], Any] = lambda out: out,
+        called: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None,
+        replay: Callable[[Taps], Replay] | None = None,
+    ) -> None:
+        self.module = module
+        self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
+        self._examine, self._entered, self._called = examine, entered, called
+        self.plan: Plan | None = None
+        self.following = self.is_paused = self.is_reading = False
+        self.tape: Tape | None = None
+        self._notes: Notes | None = None
+        self.stack: list[Site] = []
+        self._shared: dict[int, Shared] = {}
+        self._replay = None if replay is None else replay(self)
+        self.sites = find_sites(module, parameters)
+        self._names = {
+            id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()
+        }
+        self._slots = [
+            (child._parameters, local)
+            for child in module.modules()
+            for local, parameter in child._parameters.items()
+            if parameter is not None and (parameter.requires_grad or id(parameter) in self._names)
+        ]
+        # those that require a gradient now and are not trained are constants
+        self._known = {id(table[local]): table[local] for table, local in self._slots}
+        self._note_modules()
+        forwards = {site.module: self._site_forward(site) for site in self.sites}
+        self.root_forward = forwards.get(module, module.forward)
+        forwards[module] = eager(self._run_root)
+        self._undo = [replace_forward(child, forward) for child, forward in forwards.items()]
+
+    # -- the user's side ------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Give every module its own ``forward`` back."""
+        while self._undo:
+            self._undo.pop()()
+        self._replay = None
+        self.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model run without being tapped: its parameters then have ordinary gradients."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def clear(self) -> None:
+        """Forget forward passes that no backward pass followed."""
+        self.tape = None
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    @property
+    def _active(self) -> bool:
+        return not self.is_paused and self.module.training and torch.is_grad_enabled()
+
+    def _run_root(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._active or self.following:
+            return self.root_forward(*args, **kwargs)
+        self._require_known_parameters()
+        with self._entered(args, kwargs):
+            out = self._run_watching_buffers(args, kwargs)
+        return self._returned(out)
+
+    def _run_watching_buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self._buffers()
+        out = self._run_tapped(args, kwargs, self._rows())
+        after = self._buffers()
+        if after != before:
+            written = {name for name, version in after.items() if before.get(name) != version}
+            assert self.plan is not None
+            if not written <= self.plan.written:  # not so when the model was examined
+                self.plan = self.plan.joined(self._examine(self, args, kwargs, self._rows()))
+        self._called(args, kwargs)
+        return out
+
+    def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        if self.plan is None or not self.plan.examples_independent:
+            self.plan = self._examine(self, args, kwargs, rows)
+        elif self.plan.axes(structure, leaves, rows) is None:
+            self.plan = self.plan.joined(self._examine(self, args, kwargs, rows))
+        for attempt in range(_ATTEMPTS + 1):
+            try:
+                if self._replay is not None:
+                    axes = self.plan.axes(structure, leaves, rows)
+                    assert axes is not None
+                    out = self._replay.run(leaves, axes, structure, rows)
+                    if out is not NotImplemented:
+                        return out
+                tape = self.tape
+                if tape is None or tape.done or tape.rows != rows or tape.replayed:
+                    tape = self.new_tape(rows)
+                out = self.run(self.plan, tape, args, kwargs)
+                return plain(out) if isinstance(out, Tensor) else tree_map(plain, out)
+            except Unforeseen as error:
+                if attempt == _ATTEMPTS:
+                    raise RuntimeError(
+                        f"{error}. A private model must make the same calls for every batch of one shape."
+                    ) from None
+                self.plan = self.plan.joined(self._examine(self, args, kwargs, rows))
+        raise AssertionError
+
+    def _require_known_parameters(self) -> None:
+        """Refuse a parameter that was added, exchanged or unfrozen since: its gradient would be the plain one."""
+        children = list(chain.from_iterable(map(dict.values, self._child_tables)))
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._note_modules()
+        for table in self._parameter_tables:
+            for parameter in table.values():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in self._known:
+                    name = next(name for name, other in self.module.named_parameters() if other is parameter)
+                    raise RuntimeError(
+                        f"parameter {name!r} was not there, or frozen, when the model was made private: its gradient "
+                        "would have no noise. Freeze it (requires_grad_(False)), or detach() the engine and make the "
+                        "model private anew."
+                    )
+
+    def _note_modules(self) -> None:
+        """Remember the tables of all modules: to walk through the modules themselves takes long."""
+        named = list(self.module.named_modules())
+        modules = [child for _, child in named]
+        self._child_tables = [child._modules for child in modules]
+        self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
+        self._parameter_tables = [child._parameters for child in modules]
+        self._buffer_tables = [(path, child._buffers) for path, child in named]
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Return which tensor each buffer is, and how often it was written."""
+        return {
+            buffer_name(path, local): (id(buffer), buffer._version)
+            for path, table in self._buffer_tables
+            for local, buffer in table.items()
+            if buffer is not None
+        }
+
+    def new_tape(self, rows: int, *, replayed: bool = False) -> Tape:
+        """Open the tape of a physical batch; no backward pass through an earlier one counts any more."""
+
+        def finished(batch: GradientBatch) -> None:
+            if tape is not self.tape:
+                raise RuntimeError(
+                    "this backward pass belongs to an earlier batch or an earlier call of the model; call backward() "
+                    "before the next batch is drawn"
+                )
+            self._consume(batch)
+
+        self.tape = tape = Tape(rows, self._geometry(), finished, replayed=replayed)
+        return tape
+
+    def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward pass in which the sites are tapped and their parameters are shared values."""
+        before = (self._notes, self.tape)
+        self._notes, self.tape, self.following = notes, tape, True
+        notes.begin()
+        try:
+            with swapped((*slot, self._stand_in(slot)) for slot in self._slots), custom_code_followed():
+                out = self.root_forward(*args, **kwargs)
+            notes.end()
+            return out
+        finally:
+            self._notes, self.tape, self.following = *before, False
+            self.stack.clear()
+
+    def _site_forward(self, site: Site) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.following:
+                self.stack.append(site)
+                out = site.rule(Call(self, site), *args, **kwargs)
+                self.stack.pop()
+                return out
+            if not self._active:
+                return site.original(*args, **kwargs)
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    f"{site.label} was called again during the backward pass, by a way of gradient checkpointing that "
+                    "is not torch.utils.checkpoint's. It would save no memory in private training, which keeps the "
+                    "input of every layer: switch it off, and lower physical_batch_size to save memory."
+                )
+            raise RuntimeError(
+                f"{site.label} was called by itself while the model is private. Call the whole model, so "
+                "that each example's gradient is complete, or use `with engine.paused():` for other data."
+            )
+
+        return forward
+
+    def _stand_in(self, slot: Slot) -> Tensor:
+        """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
+        parameters, local = slot
+        parameter = parameters[local]
+        assert parameter is not None
+        if id(parameter) not in self._names:
+            return parameter.detach()
+        shared = self._shared.get(id(parameter))
+        if shared is None or shared.plain.data_ptr() != parameter.data_ptr() or shared.plain.dtype != parameter.dtype:
+            name, site = self._names[id(parameter)]
+            origin = ParameterOrigin(name, parameter, self, site.label)
+            shared = Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
+            self._shared[id(parameter)] = shared
+        return shared
+
+    # -- taps -----------------------------------------------------------------------------------------
+
+    def tap(
+        self,
+        site: Site,
+        role: str,
+        compute: Callable[[], Tensor],
+        make: PieceMaker,
+        saved: tuple[Any, ...],
+        split: bool = False,
+    ) -> Tensor:
+        """Compute and tap one output of a site (see :meth:`Call.tap`)."""
+        out = compute()
+        if not torch.is_grad_enabled():
+            return out
+        saved = tuple(map(plain, saved))
+        inputs = [value for value in saved if isinstance(value, Tensor)]
+        layouts = self.notes.layouts(self.key(site.path, role), [plain(out)], inputs, self.rows, site.label)
+        if layouts[0].shared:
+            return self._share(site, out, make, saved, split)
+        if self.tape is None or isinstance(out, Shared):
+            return plain(out)
+        out = attached(out, inputs)
+        self.watch(out, layouts, make, saved, site.label, names=site.names, split=split)
+        return out
+
+    def _share(self, site: Site, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
+        """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
+        rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
+        kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]
+
+        def pieces(gradients: Tensor) -> dict[str, Piece]:
+            spread = [Layout(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
+            values = arrange([gradients, *spread], [Layout(0)] * (1 + len(spread)))
+            if not split and out.dim() > 1:
+                values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
+            found = {local: piece.folded(rows) for local, piece in make(*values).items()}
+            return {site.names[local]: piece for local, piece in found.items() if local in site.names}
+
+        origin = LayerOrigin(out, list(site.names.values()), pieces, self, site.label)
+        return Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
+
+    def watch(
+        self,
+        out: Tensor,
+        layouts: Sequence[Layout],
+        make: PieceMaker,
+        saved: tuple[Any, ...],
+        label: str,
+        *,
+        names: Mapping[str, str] | None = None,
+        split: bool = False,
+    ) -> None:
+        """Have the gradient of ``out`` turned into pieces.
+
+        Args:
+            out: The output.
+            layouts: Its layout, and those of the tensors in ``saved``.
+            make: See :meth:`Call.tap`.
+            saved: What ``make`` needs besides.
+            label: Who asks, for messages.
+            names: Which parameters the pieces belong to.
+            split: See :meth:`Call.tap`.
+        """
+        assert self.tape is not None
+        rows, layout = self.rows, layouts[0]
+        if not split and any(other != layout for other in layouts):
+            raise ValueError(
+                f"{label}: its input and its output carry the examples in different ways ({layouts}). A rule for such "
+                "a module must take its tensors example by example: call.tap(..., split=True)."
+            )
+
+        def arranged(*values: Any) -> dict[str, Piece]:
+            if split:
+                return make(*arrange(values, layouts, rows))
+            pieces = make(*arrange(values, layouts))
+            return pieces if layout.fold == 1 else {name: piece.folded(layout.fold) for name, piece in pieces.items()}
+
+        self.tape.watch(out, names or {}, arranged, saved, label)
+
+    # -- what shared values need ------------------------------------------------------------------------
+
+    @property
+    def geometry(self) -> Mapping[str, Geometry]:
+        """The geometry in which the norms of the batch in hand are taken."""
+        return self._geometry()
+
+    @property
+    def notes(self) -> Notes:
+        """What the forward pass in hand consults at each call."""
+        assert self._notes is not None
+        return self._notes
+
+    def key(self, path: str, what: str) -> Key:
+        """Return the key of the call that is being made: whose parameters, which operation, where in the code."""
+        return path, what, place_in_code(Taps.run.__code__)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the batch that is running."""
+        if self.tape is not None:
+            return self.tape.rows
+        assert isinstance(self._notes, Recording)
+        return self._notes.rows
+
+    def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run an operation on shared values."""
+        return follow(self, operation, tensors, args, kwargs)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Carry gradients of shared values back to their parameters."""
+        self.is_reading = True
+        try:
+            yield
+        finally:
+            self.is_reading = False

@@ -1,0 +1,1 @@
+"""Clip, sum, release: the only place that adds noise and writes the ledger."""

@@ -1,0 +1,489 @@
+"""Recorded passes: CUDA graphs where there is a GPU.
+
+On a CPU a stand-in records operations as a CUDA graph does: what ran once runs again, on the same tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import TensorDataset
+
+from dphero import PrivacyEngine
+from dphero.cuda_graphs import replay as graphs
+from dphero.cuda_graphs import recorded_pass as recording
+from dphero.numerics import buffers as room
+from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.geometry import Geometry, identity
+from dphero.cuda_graphs.replay import Graphs
+from dphero.guidance import PCA, History, Isotropic
+from dphero.cuda_graphs.live_geometry import LiveGeometry
+from dphero.models import NAMES, FeatureModel, build
+from dphero.checks.first_batch import probe
+from dphero.hooks.taps import Taps
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operation with its tensors; to replay is to do them again into the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **(kwargs or {}))
+        self.done.append((func, args, kwargs or {}, tree_flatten(out)[0]))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, outs in self.done:
+            storages = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
+            for old, new in zip(outs, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                if _is_tensor(old) and old.untyped_storage().data_ptr() not in storages:
+                    old.copy_(new.reshape(old.shape))  # squeeze_ changed its shape since
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+class StandIn:
+    """Records on a CPU."""
+
+    def __init__(self, device: torch.device, room: int = 0) -> None:
+        pass
+
+    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        with Recorder() as recorder:
+            result = work()
+        return recorder.replay, result
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let passes be recorded wherever the tests run; count the recordings."""
+    made: list[int] = []
+    base: Any = StandIn if DEVICE.type == "cpu" else recording.Pool
+
+    class Counted(base):  # type: ignore[misc]
+        def record(self, work: Callable[[], Any]) -> Any:
+            made.append(1)
+            return super().record(work)
+
+    monkeypatch.setattr(recording, "Pool", Counted)
+    monkeypatch.setattr(graphs, "_DEVICES", (DEVICE.type,))
+    monkeypatch.setattr(room, "_SOME", 1 << 40)  # no memory is used again on a GPU, which is stood in for
+    return made
+
+
+class Attention(nn.Module):
+    """Tokens, positions that all examples share, attention and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 8), nn.Embedding(5, 8)
+        self.block, self.head = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.block(hidden).mean(1)) * self.scale
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 6, 3, stride=2), nn.Flatten(),
+        nn.Linear(54, 12), nn.Tanh(), nn.Linear(12, 3),
+    )  # fmt: skip
+
+
+def images(count: int = 300) -> TensorDataset:
+    return TensorDataset(torch.randn(count, 1, 8, 8).to(DEVICE), torch.randint(3, (count,)).to(DEVICE))
+
+
+def tokens(count: int = 300) -> TensorDataset:
+    return TensorDataset(torch.randint(9, (count, 5)).to(DEVICE), torch.randint(3, (count,)).to(DEVICE))
+
+
+def train(
+    model: nn.Module,
+    data: TensorDataset,
+    *,
+    steps: int = 6,
+    rate: float = 0.3,
+    before: Callable[[int, nn.Module], None] = lambda step, model: None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor], PrivacyEngine]:
+    """Return the weights after training, the private gradients of each step, and the engine."""
+    engine = PrivacyEngine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    settings = {"noise_multiplier": 1e-6, "max_grad_norm": 0.4, "expected_batch_size": 20, "seed": 3, **options}
+    settings.setdefault("dataset_size", "public")
+    settings["guidance"] = options.get("guidance", Isotropic)()
+    _, _, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=data, **settings)
+    gradients: list[Tensor] = []
+    while engine.steps < steps:
+        for x, y in loader:
+            before(engine.steps, model)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if (grads := [p.grad for p in model.parameters()])[0] is not None:
+                gradients.append(torch.cat([g.flatten() for g in grads if g is not None]).clone())
+            optimizer.step()
+            if engine.steps == steps:
+                break
+    return [p.detach().clone() for p in model.parameters()], gradients, engine
+
+
+def compare(
+    make: Callable[[], nn.Module], data: TensorDataset, *, recorded: Any = True, **options: Any
+) -> PrivacyEngine:
+    """Check that recorded training is training as usual, over lots of various sizes (and next to no noise)."""
+    results = []
+    for way in (False, recorded):
+        torch.manual_seed(0)
+        results.append(train(make().to(DEVICE), data, cuda_graphs=way, **options))
+    (weights, gradients, _), (weights_too, gradients_too, engine) = results
+    assert len(gradients) == len(gradients_too)
+    for first, second in [*zip(gradients, gradients_too, strict=True), *zip(weights, weights_too, strict=True)]:
+        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
+    return engine
+
+
+GUIDANCE: dict[str, Callable[[], Any]] = {
+    "isotropic": Isotropic,
+    "weights": lambda: PCA(refresh_every=2, exact_up_to=4, components=2),
+    "history": lambda: History(refresh_every=2),
+}
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_training_is_the_same(recordings: list[int], guidance: str) -> None:
+    compare(convolutional, images(), guidance=GUIDANCE[guidance])
+    # forward, backward, sums, whatever the sizes of the lots; once more when history has made its first geometry
+    assert len(recordings) == (6 if guidance == "history" else 3)
+    compare(Attention, tokens(), guidance=GUIDANCE[guidance])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_built_in_network_can_be_recorded(
+    recordings: list[int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which rounds in other ways for other sizes
+
+    def make() -> nn.Module:
+        model = build(name, (1, 28, 28), 3)
+        return model.head if isinstance(model, FeatureModel) else model  # what is trained of it
+
+    torch.manual_seed(0)
+    model = build(name, (1, 28, 28), 3)
+    data = torch.rand(40, 1, 28, 28)
+    inputs = model.features(data) if isinstance(model, FeatureModel) else data
+    dataset = TensorDataset(inputs.to(DEVICE), torch.randint(3, (40,)).to(DEVICE))
+    # Weights stay, which other tests move: of these deep networks two trainings as usual can differ too, where rounding
+    # turns a unit of a ReLU off.
+    compare(make, dataset, expected_batch_size=6, steps=2, rate=0.0, guidance=GUIDANCE["weights"])
+    assert len(recordings) == 3
+
+
+@pytest.mark.parametrize("clipping", ["per_layer", "automatic", "adaptive"])
+@pytest.mark.usefixtures("same_noise")
+def test_every_clip_rule_sums_with_its_own_weights(recordings: list[int], clipping: Any) -> None:
+    compare(convolutional, images(), clipping=clipping)
+    assert recordings
+
+
+def test_lots_in_parts_add_up(recordings: list[int]) -> None:
+    compare(convolutional, images(), physical_batch_size=8)
+    assert recordings
+
+
+def test_a_bad_example_counts_for_nothing(recordings: list[int]) -> None:
+    data = images(60)
+    data.tensors[0][::7] = float("nan")  # among them the first row of some lot, whose copies fill it up
+    engine = compare(convolutional, data)
+    assert engine.diagnostics.nonfinite > 0
+
+
+def test_changed_modes_attributes_and_frozen_layers_make_new_recordings(recordings: list[int]) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.factor = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) * self.factor
+
+    def change(step: int, model: nn.Module) -> None:
+        model.factor = 1.0 if step < 3 else 2.0
+
+    compare(Scaled, images(), before=change, sampling="shuffle", dataset_size=None)
+    assert len(recordings) == 6
+
+
+def test_moved_parameters_make_a_new_recording(recordings: list[int]) -> None:
+    def move(step: int, model: nn.Module) -> None:
+        if step == 3:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+
+    compare(convolutional, images(), before=move, sampling="shuffle", dataset_size=None)
+    assert len(recordings) == 6
+
+
+def test_dropout_draws_new_numbers_at_each_replay(recordings: list[int]) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+    torch.manual_seed(0)
+    gradients = train(make().to(DEVICE), images(), cuda_graphs=True, noise_multiplier=1e-6)[1]
+    assert recordings and not torch.equal(gradients[1], gradients[2])
+
+
+def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings: list[int]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).to(DEVICE)
+    parameters = dict(model.named_parameters())
+    rows, found = [0], []
+    isotropic = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
+    taps = Taps(
+        model,
+        parameters,
+        geometry=lambda: isotropic,
+        rows=lambda: rows[0],
+        consume=found.append,
+        examine=probe,
+        replay=partial(Graphs, rows=30),
+    )
+
+    def run(count: int) -> tuple[bool, bool]:
+        """Return whether a lot of this size was replayed, and whether something was recorded for it."""
+        rows[0], before = count, len(recordings)
+        x = torch.randn(count, 1, 8, 8, device=DEVICE)
+        model(x).square().sum().backward()
+        assert taps.tape is not None
+        batch = found.pop()
+        assert batch.rows == count
+        weights = torch.rand(count, device=DEVICE)
+        sums = batch.weighted_sums(dict.fromkeys(parameters, weights), None)
+        flat, weight, bias = x.flatten(1), *(p.detach() for p in model.parameters())
+        delta = 2 * (flat @ weight.T + bias)
+        torch.testing.assert_close(sums["1.weight"], (delta * weights[:, None]).T @ flat, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(batch.square_norms["1.bias"], delta.square().sum(1), rtol=1e-3, atol=1e-3)
+        return taps.tape.replayed, len(recordings) > before
+
+    assert run(40) == (False, False)  # a rare large one
+    assert run(20) == (True, True)  # room for 32
+    assert [run(size) for size in (32, 25, 9, 31)] == [(True, False)] * 4
+    assert run(8) == (False, False)  # the rest of one that came in parts
+    assert run(33) == (False, False)
+    assert run(30) == (True, False)
+
+
+def pair(model: nn.Module) -> tuple[PrivacyEngine, Any, Any]:
+    engine = PrivacyEngine()
+    model.to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=images(), noise_multiplier=1.0, max_grad_norm=1.0,
+        expected_batch_size=20, sampling="shuffle", cuda_graphs=True,
+    )  # fmt: skip
+    return engine, optimizer, iter(loader)
+
+
+def test_two_calls_for_one_batch_cannot_both_be_trained_on(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, _, batches = pair(model)
+    x, y = next(batches)
+    first, second = model(x), model(x)
+    with pytest.raises(RuntimeError, match="called again before this backward pass"):
+        F.cross_entropy(first, y).backward()
+    assert engine.steps == 0
+    F.cross_entropy(second, y).backward()
+    assert engine.steps == 1
+
+
+def test_a_batch_counts_once(recordings: list[int]) -> None:
+    model = convolutional()
+    _, _, batches = pair(model)
+    x, y = next(batches)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_call_that_runs_as_usual_does_not_mix_with_a_replayed_one(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, _, batches = pair(model)
+    x, y = next(batches)
+    replayed = model(x)
+    usual = model(x.clone().requires_grad_())  # an input that wants a gradient is not recorded
+    with pytest.raises(RuntimeError, match="earlier call"):
+        F.cross_entropy(replayed + usual, y).backward()
+    assert engine.diagnostics.examples <= 20
+
+
+def test_outputs_outlive_the_next_replay(recordings: list[int]) -> None:
+    model = convolutional()
+    _, optimizer, batches = pair(model)
+    kept = []
+    for _ in range(2):
+        x, y = next(batches)
+        out = model(x)
+        kept.append((out.detach(), out.detach().clone()))
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+    assert all(torch.equal(*each) for each in kept)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = nn.Linear(64, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x.flatten(1)) * (1 if self.calls < 1000 else 2)
+
+
+class Looks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x.flatten(1))
+        return out if float(out.detach()[0, 0]) > -1e9 else -out
+
+
+class ReturnsConstant(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.flatten(1)), torch.ones(7, device=x.device)
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    model[1].register_forward_hook(lambda module, args, out: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (hooked, "forward hooks"),
+        (Counts, "changes attributes"),
+        (lambda: ReturnsConstant(64, 3), "returns a tensor of shape"),
+        (lambda: Looks(64, 3), "not permitted when stream is capturing"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(recordings: list[int], make: Any, reason: str) -> None:
+    model = make()
+    engine, _, batches = pair(model)
+    x, _ = next(batches)
+    with pytest.raises(ValueError, match=reason):
+        model(x)
+    assert engine.steps == 0
+
+
+@pytest.mark.parametrize("forgotten", ["outputs", "norms", "sums"])
+def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
+    class Forgetful(recording.Pool):
+        def record(self, work: Callable[[], Any]) -> Any:
+            replay, result = super().record(work)
+            if ["outputs", "norms", "sums"][len(recordings) - 1] != forgotten:
+                return replay, result
+            tensors = result if isinstance(result, list) else result[:1]  # norms come with names and pieces
+
+            def wrong() -> None:
+                replay()
+                tensors[-1].zero_()
+
+            return wrong, result
+
+    monkeypatch.setattr(recording, "Pool", Forgetful)
+    model = convolutional()
+    _, _, batches = pair(model)
+    with pytest.raises(ValueError, match="computes something else"):
+        model(next(batches)[0])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
+def test_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs needs a model on a CUDA device"):
+        pair(convolutional())
+
+
+# -- geometry ---------------------------------------------------------------------------------------------------------
+
+
+def orthonormal(size: int, columns: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(size, size))[0][:, :columns]
+
+
+FACTORS: dict[str, Callable[[], Any]] = {
+    "dense": lambda: Dense(orthonormal(6, 6), torch.rand(6) + 0.5),
+    "low rank": lambda: LowRank(orthonormal(6, 2), torch.rand(2) + 0.5, 0.4 * float(torch.rand(())) + 0.1),
+    "diagonal": lambda: Diagonal(torch.rand(6) + 0.5),
+    "scalar": lambda: Scalar(6, float(torch.rand(())) + 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_a_live_geometry_follows(kind: str) -> None:
+    torch.manual_seed(0)
+    first, second = ({"w": Geometry((6, 4), left=FACTORS[kind]()), "b": Geometry((4,))} for _ in range(2))
+    live = LiveGeometry(first, torch.device("cpu"))
+    x = torch.randn(5, 6, 4)
+    torch.testing.assert_close(live.live["w"].whiten(x), first["w"].whiten(x))
+    w = live.live["w"]
+    replay, results = StandIn(x.device).record(lambda: [w.whiten(x), w.colour(x), w.square_norm(x)])
+    assert live.follow(second)
+    replay()
+    expected = [second["w"].whiten(x), second["w"].colour(x), second["w"].square_norm(x)]
+    torch.testing.assert_close(results, expected)
+    assert float(w.smallest) == pytest.approx(second["w"].smallest)
+
+
+def test_a_live_geometry_notices_another_form() -> None:
+    live = LiveGeometry({"w": Geometry((6, 4), left=FACTORS["low rank"]())}, torch.device("cpu"))
+    for left in (None, FACTORS["dense"](), LowRank(orthonormal(6, 3), torch.rand(3) + 0.5, 1.0)):
+        assert not live.follow({"w": Geometry((6, 4), left=left)})
+    assert live.follow({"w": Geometry((6, 4), left=FACTORS["low rank"]())})
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_while_a_pass_is_recorded() -> None:
+    """An earlier recording that nobody needs any more may lie in a cycle; to free it spoils one that is being made."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, earlier = torch.ones(3, device=device), []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x + 1
+        earlier.append(graph)
+    del graph
+
+    def work() -> Tensor:
+        while earlier:
+            cycle: list[Any] = [earlier.pop()]
+            cycle.append(cycle)
+        del cycle
+        many = [[] for _ in range(100_000)]  # type: ignore[var-annotated]
+        assert many
+        return x + 1
+
+    replay, found = recording.Pool(device).record(work)
+    assert gc.isenabled()
+    x.fill_(2.0)
+    replay()
+    assert found.tolist() == [3.0] * 3
