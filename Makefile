@@ -19,7 +19,7 @@ help:
 	@echo "make test-lowest  the fast tests with the lowest versions that pyproject.toml allows, in .venv-lowest"
 	@echo "make fuzz         thousands of odd command lines and damaged files (about a quarter of an hour)"
 	@echo "make bench        every script in benchmarks/"
-	@echo "make lint         ruff and mypy only"
+	@echo "make lint         ruff, mypy and who may import whom"
 	@echo "make format       let ruff format and fix the code"
 	@echo "make clean        remove environments, caches and build outputs"
 
@@ -65,6 +65,7 @@ lint: setup
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
 
 format: setup
 	@$(BIN)/ruff format --quiet .

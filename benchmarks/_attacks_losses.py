@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
-from dphero.checks import loss as loss_check
-from dphero.checks import first_batch as probe
 from dphero.audit.statistics import separate
+from dphero.checks import first_batch as probe
+from dphero.checks import loss as loss_check
 from dphero.checks import loss_replay
 
 DELTA, SIGMA, OTHERS, TRIALS = 1e-5, 4.0, 99, 200

@@ -19,8 +19,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Ellipse
 
-from dphero.experiments import demo
 from dphero.accounting import AdaptiveGaussian, Ledger, claimed_by_paper, price
+from dphero.experiments import demo
 from dphero.guidance import PCA, noise_scales, spectrum
 from dphero.guidance.pca import THEOREM_2
 

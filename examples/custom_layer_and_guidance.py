@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dphero
-from dphero.geometry.factors import Scalar
-from dphero.geometry.geometry import Geometry
-from dphero.gradients.pieces import Outer
+from dphero.geometry import Geometry, Scalar
+from dphero.gradients import Outer
 
 
 class LowRank(nn.Module):

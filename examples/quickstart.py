@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine# new
+from dphero import PrivacyEngine  # new
 
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 8 - 1

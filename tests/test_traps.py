@@ -21,20 +21,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import PrivacyEngine, engine, run, sampling
-from dphero.numerics import partial_norms as lengths
 from dphero.checks import loss as loss_check
-from dphero.gradients import pieces
 from dphero.checks import modules
-from dphero.mechanism.clipping import Flat
 from dphero.geometry.geometry import identity
-from dphero.gradients import convolution
+from dphero.gradients import convolution, pieces
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.pieces import Explicit
+from dphero.hooks.taps import Taps
+from dphero.mechanism.clipping import Flat
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
-from dphero.gradients.pieces import Explicit
+from dphero.numerics import partial_norms as lengths
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader
-from dphero.hooks.taps import Taps
 from tests.trainer import Training, data, network, same, training
 
 Patch = pytest.MonkeyPatch

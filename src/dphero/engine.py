@@ -38,12 +38,12 @@ from dphero.accounting import (
     price,
     statement,
 )
-from dphero.mechanism.parameters import describe
 from dphero.checks.modules import require_private_modules, trained_parameters
 from dphero.checks.optimizers import innermost
-from dphero.mechanism.clipping import make_clipping
 from dphero.guidance import Guidance, resolve
+from dphero.mechanism.clipping import make_clipping
 from dphero.mechanism.lot_sum import Diagnostics
+from dphero.mechanism.parameters import describe
 from dphero.mechanism.release import Mechanism, Mode
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
 from dphero.run import Run, require_free

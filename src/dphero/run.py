@@ -12,16 +12,16 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
 from dphero.checkpoint import unchanged_on_failure
+from dphero.checks.first_batch import probe
+from dphero.checks.loss import LossCheck
 from dphero.checks.optimizers import with_closure_evaluated
 from dphero.checks.padding import PaddingCheck
-from dphero.gradients.batch import GradientBatch
 from dphero.cuda_graphs.replay import Graphs
-from dphero.checks.loss import LossCheck
+from dphero.gradients.batch import GradientBatch
+from dphero.hooks.taps import Taps
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
-from dphero.checks.first_batch import probe
 from dphero.sampling import Lots, Sampler
-from dphero.hooks.taps import Taps
 
 __all__ = ["Run", "require_free"]
 

@@ -28,8 +28,8 @@ from dphero.accounting import (
     claimed_by_paper,
     price,
 )
-from dphero.accounting.numerics.curves import _poisson_gaussian_rdp, gaussian_epsilon, poisson_gaussian_pld, rdp_epsilon
 from dphero.accounting.events.line_search import LineSearchStep
+from dphero.accounting.numerics.curves import _poisson_gaussian_rdp, gaussian_epsilon, poisson_gaussian_pld, rdp_epsilon
 
 MNIST_RATE = 256 / 60000
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dphero.accounting import Ledger
 from dphero.audit import Settings
-from dphero.mechanism.clipping import Clipping, Flat
 from dphero.geometry.factors import Diagonal
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import PCA, History
+from dphero.mechanism.clipping import Clipping, Flat
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
 from dphero.noise import FastNoise

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dphero
-from dphero.gradients.pieces import Outer
 from dphero.checks.first_batch import MixedExamplesError
-from tests.oracle.zoo import GPT, Lambda, Tagger, sequences, tokens
+from dphero.gradients.pieces import Outer
 from tests.oracle.micro_batches import Tapped, check, compare, micro_batches
+from tests.oracle.zoo import GPT, Lambda, Tagger, sequences, tokens
 
 
 def mean_loss(module: nn.Module, *inputs: Tensor) -> Tensor:
@@ -360,7 +360,8 @@ def test_the_examination_leaves_no_trace() -> None:
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     buffer, parameter, value = keeper.kept, model[0].weight, model[0].weight.detach().clone()
     with Tapped(model, 6) as tapped:
-        dphero.checks.first_batch.probe(tapped.taps, (torch.randn(6, 8, generator=torch.Generator().manual_seed(0)),), {}, 6)
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+        dphero.checks.first_batch.probe(tapped.taps, (x,), {}, 6)
         assert tapped.taps.tape is None and not tapped.found
     after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]

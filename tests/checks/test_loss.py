@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.checks import loss as loss_check
-from dphero.checks.loss_graph import fingerprint
 from dphero.checks.loss import LossCheck
+from dphero.checks.loss_graph import fingerprint
 from tests.trainer import data, training
 
 ROWS, CLASSES, TOKENS = 6, 5, 7

@@ -6,10 +6,10 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dphero.experiments import demo
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.cli import app
 from dphero.engine import PrivacyEngine
+from dphero.experiments import demo
 
 pytest.importorskip("sklearn")
 

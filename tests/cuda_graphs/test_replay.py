@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
-from dphero.cuda_graphs import replay as graphs
+from dphero.checks.first_batch import probe
 from dphero.cuda_graphs import recorded_pass as recording
-from dphero.numerics import buffers as room
+from dphero.cuda_graphs import replay as graphs
+from dphero.cuda_graphs.live_geometry import LiveGeometry
+from dphero.cuda_graphs.replay import Graphs
 from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
 from dphero.geometry.geometry import Geometry, identity
-from dphero.cuda_graphs.replay import Graphs
 from dphero.guidance import PCA, History, Isotropic
-from dphero.cuda_graphs.live_geometry import LiveGeometry
-from dphero.models import NAMES, FeatureModel, build
-from dphero.checks.first_batch import probe
 from dphero.hooks.taps import Taps
+from dphero.models import NAMES, FeatureModel, build
+from dphero.numerics import buffers as room
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dphero.methods import recipe as recipes
 from dphero._files import seal_json
 from dphero.cli import app
 from dphero.data import cache
@@ -21,6 +20,7 @@ from dphero.experiments.plan import Planned, load_plan, save_plan
 from dphero.experiments.prediction import Predictor
 from dphero.experiments.sweep import Outcome, sweep
 from dphero.experiments.worker import train_run
+from dphero.methods import recipe as recipes
 
 pytest.importorskip("sklearn")
 

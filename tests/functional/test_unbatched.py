@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.batch_axis.axis import Layout, compare_shapes
 from dphero.functional import dispatch as meetings
 from dphero.functional import rules as readings
 from dphero.functional import unbatched as shared
 from dphero.functional.vmap import vmapped
-from dphero.batch_axis.axis import Layout, compare_shapes
-from tests.oracle.zoo import Lambda, sequences
 from tests.oracle.micro_batches import Tapped, check
+from tests.oracle.zoo import Lambda, sequences
 
 
 def loss(module: nn.Module, *inputs: Tensor) -> Tensor:

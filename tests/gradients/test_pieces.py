@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dphero.gradients import pieces as module
 from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry.geometry import Geometry, identity
+from dphero.gradients import pieces as module
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.convolution import conv_piece, convolution_arguments
-from dphero.numerics.partial_norms import rank_one_norms
 from dphero.gradients.pieces import Bias, Explicit, Outer, Piece, Rows, combine
 from dphero.hooks.tape import Tape
+from dphero.numerics.partial_norms import rank_one_norms
 
 KINDS = ["outer", "rows", "explicit"]
 seeds = st.integers(0, 10_000)

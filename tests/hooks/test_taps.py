@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dphero
-from dphero.geometry.geometry import identity
-from dphero.layers import registry
-from dphero.gradients.pieces import Explicit
 from dphero.checks.first_batch import probe
+from dphero.geometry.geometry import identity
+from dphero.gradients.pieces import Explicit
 from dphero.hooks.modules import swapped
 from dphero.hooks.taps import Taps
-from tests.oracle.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
+from dphero.layers import registry
 from tests.oracle.micro_batches import Tapped, check, compare, micro_batches, tapped
+from tests.oracle.zoo import CASES, Block, Lambda, StandardisedConv, images, sequences
 
 
 def mean_loss(module: nn.Module, *inputs: Tensor) -> Tensor:

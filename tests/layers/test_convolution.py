@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.numerics import buffers as room_module
 from dphero.geometry.factors import Dense
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients import convolution as module
 from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.numerics import buffers as room_module
 from dphero.numerics.buffers import Room
 from tests.trainer import training
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dphero.mechanism.clipping import Adaptive, Clipping, make_clipping, total
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.mechanism.lot_sum import LotSum
 from dphero.gradients.pieces import Explicit
+from dphero.mechanism.clipping import Adaptive, Clipping, make_clipping, total
+from dphero.mechanism.lot_sum import LotSum
 from tests.trainer import same
 
 RULES = ["flat", "per_layer", "automatic", "adaptive"]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dphero.mechanism.parameters import Template, describe
-from tests.oracle.zoo import GPT, Lambda
 from tests.oracle.micro_batches import trained
+from tests.oracle.zoo import GPT, Lambda
 
 
 def described(module: nn.Module) -> dict[str, Template]:

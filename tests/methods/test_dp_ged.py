@@ -12,13 +12,13 @@ import torch
 from scipy import integrate, stats
 
 from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
-from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.accounting.events.student_t import shift_log_moments, student_t_log_moments
-from dphero.mechanism.clipping import total
+from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.gradients.batch import GradientBatch
+from dphero.gradients.pieces import Explicit
+from dphero.mechanism.clipping import total
 from dphero.methods import make
 from dphero.methods.dp_ged import encode, score, student_t
-from dphero.gradients.pieces import Explicit
 from tests.methods.digits_task import accuracy, resumes_exactly, start
 
 

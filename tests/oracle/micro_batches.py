@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from dphero.mechanism.parameters import describe
+from dphero.checks.first_batch import probe
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.batch import GradientBatch
 from dphero.guidance import Block, Guidance, Released
-from dphero.checks.first_batch import probe
 from dphero.hooks.taps import Taps
+from dphero.mechanism.parameters import describe
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[..., Tensor]

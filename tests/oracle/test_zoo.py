@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dphero.geometry.factors import Diagonal, Factor, LowRank
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import PCA
-from tests.oracle.zoo import CASES
 from tests.oracle.micro_batches import Batch, Tapped, compare, guided, micro_batches, tapped, trained
+from tests.oracle.zoo import CASES
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 PRECISIONS = pytest.mark.parametrize("dtype", TOLERANCE, ids=["single", "double"])

@@ -20,13 +20,13 @@ from dphero.accounting.calibration import (
     calibrate_steps,
 )
 from dphero.accounting.events.base import EVENT_KINDS, Event, Relation
-from dphero.accounting.events.gaussian import AdaptiveGaussian, Gaussian, NoNoise, PoissonGaussian, ShuffledGaussian
 from dphero.accounting.events.filters import IndividualFilter, ShuffledFilter
+from dphero.accounting.events.gaussian import AdaptiveGaussian, Gaussian, NoNoise, PoissonGaussian, ShuffledGaussian
 from dphero.accounting.events.labels import RandomisedLabels
-from dphero.accounting.ledger import LEDGER_VERSION, Ledger
 from dphero.accounting.events.line_search import LineSearchStep
-from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
 from dphero.accounting.events.student_t import PoissonStudentT
+from dphero.accounting.ledger import LEDGER_VERSION, Ledger
+from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
 
 __all__ = [
     "ACCOUNTANTS",

@@ -12,9 +12,9 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution,
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.numerics.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
 from dphero.accounting.events.base import Event, Relation
 from dphero.accounting.ledger import Ledger
+from dphero.accounting.numerics.curves import RDP_ORDERS, gaussian_epsilon, rdp_epsilon, self_compose
 from dphero.accounting.numerics.many import compose_many, sum_of_divergences
 
 DEFAULT_FILTER_ORDER = 8.0

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from dphero import _checks as checks
 from dphero.accounting.accountants import MAX_STEPS, price
-from dphero.accounting.numerics.curves import gaussian_mu
 from dphero.accounting.events.gaussian import PoissonGaussian
 from dphero.accounting.ledger import Ledger
+from dphero.accounting.numerics.curves import gaussian_mu
 from dphero.accounting.numerics.search import largest_count, safe_value
 
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6

@@ -19,8 +19,8 @@ from dphero.audit.threads import one_thread
 from dphero.audit.training import Absent, MethodTraining, Train, absence
 from dphero.audit.two_sample import Audit, audit
 from dphero.methods import METHODS
-from dphero.models import build
 from dphero.methods.recipe import Recipe
+from dphero.models import build
 
 __all__ = ["TrainingRelease", "audit_method"]
 

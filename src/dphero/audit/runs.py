@@ -24,8 +24,8 @@ from dphero.data import Data
 from dphero.experiments import RunDirectory, prepare
 from dphero.methods import Task, Trainer, make
 from dphero.methods.engine_trainer import PrivateTrainer
-from dphero.models import build
 from dphero.methods.recipe import Recipe
+from dphero.models import build
 
 __all__ = ["audit_recipe", "audit_run", "settings_of"]
 

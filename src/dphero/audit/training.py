@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from dphero.accounting import BudgetExhausted, Ledger
 from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.methods import METHODS, Task, make
-from dphero.models import FeatureModel
 from dphero.methods.recipe import Recipe
+from dphero.models import FeatureModel
 
 __all__ = ["Absent", "MethodTraining", "Train", "Trained", "absence", "confidence", "losses"]
 

@@ -17,10 +17,9 @@ Place = tuple[tuple[int, int], ...]
 A line may hold several calls, and a code need not know its columns (``python -X no_debug_ranges``).
 """
 
-_HERE = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_RULES = tuple(os.path.join(_HERE, room) + os.sep for room in ("functional", "layers"))
-_OURS = {os.path.join(_HERE, f"{name}.py") for name in ("meetings", "operation", "readings", "shared", "sites", "taps")}
+_OURS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("functional", "hooks", "layers"))
 _internal: dict[str, bool] = {}
 _codes: dict[int, tuple[CodeType, list[int]]] = {}
 """By its number: a code, kept so that no other is ever known by that number, and its :func:`_instructions`."""
@@ -39,7 +38,7 @@ def place_in_code(outermost: CodeType) -> Place:
         internal = _internal.get(code.co_filename)
         if internal is None:
             name = code.co_filename
-            internal = _internal[name] = name in _OURS or name.startswith((_TORCH, *_RULES))
+            internal = _internal[name] = name.startswith((_TORCH, *_OURS))
         if not internal:
             number = id(code)
             if number not in _codes:

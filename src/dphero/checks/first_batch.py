@@ -2,8 +2,8 @@
 
 The model is run at two batch sizes and in different company, to settle these questions:
 
-* Where does each tapped tensor carry the examples? (:class:`~dphero.batch_axis.axis.Layout`: read off the shapes at both sizes,
-  so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
+* Where does each tapped tensor carry the examples? (:class:`~dphero.batch_axis.axis.Layout`: read off the shapes at
+  both sizes, so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
 * Does each row depend on its own example alone, and its gradient? A model that mixes examples (batch statistics in
   any disguise, a contrast that it returns as its loss) cannot be made private.
 * Does training write data into buffers or parameters? They would be published with the ``state_dict``.
@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from dphero.batch_axis.arguments import Arguments
-from dphero.functional.vmap import vmapped
 from dphero.batch_axis.axis import Layout, compare_shapes
-from dphero.numerics.trees import tree_flatten
 from dphero.batch_axis.plan import Axes, Call, Plan, Recording, Traced
 from dphero.checks.gradient_check import gradient_norms, rehearse
 from dphero.functional.unbatched import NoSharedRule, plain
+from dphero.functional.vmap import vmapped
 from dphero.hooks.snapshot import Untouched, same
+from dphero.numerics.trees import tree_flatten
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps

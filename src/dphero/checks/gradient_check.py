@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dphero.batch_axis.plan import Plan, Unforeseen
 from dphero.functional.custom import custom_code_followed
+from dphero.functional.unbatched import Shared, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.numerics.trees import tree_flatten
-from dphero.batch_axis.plan import Plan, Unforeseen
-from dphero.functional.unbatched import Shared, plain
-from dphero.hooks.tape import Tape
 from dphero.hooks.snapshot import Untouched
+from dphero.hooks.tape import Tape
+from dphero.numerics.trees import tree_flatten
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss_coupling import coupling
+from dphero.checks.loss_curvature import company
 from dphero.checks.loss_graph import (
     OUTPUT,
     ModelOutput,
@@ -41,7 +42,6 @@ from dphero.checks.loss_targets import require_same_targets
 from dphero.checks.recorder import Recorder, ordinary
 from dphero.checks.watched_tensor import watched_class
 from dphero.numerics.trees import tree_flatten, tree_unflatten
-from dphero.checks.loss_curvature import company
 
 __all__ = ["LossCheck"]
 

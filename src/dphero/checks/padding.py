@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dphero.batch_axis.arguments import Arguments
+from dphero.batch_axis.plan import Unforeseen
+from dphero.functional.unbatched import Shared, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.batch_axis.plan import Unforeseen
-from dphero.sampling.padding import Padding
-from dphero.functional.unbatched import Shared, plain
-from dphero.hooks.tape import Tape
 from dphero.hooks.snapshot import Untouched
+from dphero.hooks.tape import Tape
+from dphero.sampling.padding import Padding
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps

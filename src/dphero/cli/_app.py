@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 import dphero
-from dphero.cli._console import say
 from dphero._imports import FAILED_IN
+from dphero.cli._console import say
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or that of typer's own copy of click, which newer ones have
 

@@ -97,10 +97,10 @@ def compare(
     )
     with Progress(*columns, console=console(stderr=True), speed_estimate_period=600) as bar:
         overall = bar.add_task("Planning", total=None, figures="")
-        from dphero import experiments# torch takes seconds: something should be seen before it
-        from dphero.methods import recipe as recipes
+        from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.experiments import compare as comparing
         from dphero.experiments import plan as plans
+        from dphero.methods import recipe as recipes
 
         directory: Path | None = None
         plan: list[Planned] = []

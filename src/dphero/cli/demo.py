@@ -60,7 +60,7 @@ def _train(epsilon: float, delta: float, epochs: int, seed: int | None) -> digit
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("Choosing the noise", total=None, figures="")
-        from dphero.experiments import demo as digits# torch takes seconds to load: something should be seen before it
+        from dphero.experiments import demo as digits  # torch takes seconds to load: something should be seen before it
 
         def report(progress: digits.Progress) -> None:
             bar.update(

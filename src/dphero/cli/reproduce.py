@@ -57,7 +57,7 @@ def reproduce(
         console=console(stderr=True),
     ) as bar:
         task = bar.add_task("Planning", total=None, figures="")
-        from dphero import experiments# torch takes seconds: something should be seen before it
+        from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.experiments.reproduction.items import ITEMS, find
         from dphero.experiments.reproduction.running import reproduce as reproduce_item
 

@@ -136,7 +136,7 @@ def _run(
     )
     with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("Preparing", total=None, figures="")
-        from dphero import experiments# torch takes seconds: something should be seen before it
+        from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.methods import recipe as recipes
 
         new = False

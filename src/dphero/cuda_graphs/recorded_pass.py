@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from dphero.gradients.batch import GradientBatch
 from dphero.cuda_graphs.live_geometry import LiveGeometry
-from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
-from dphero.gradients.pieces import Piece
 from dphero.functional.unbatched import plain
+from dphero.gradients.batch import GradientBatch
+from dphero.gradients.pieces import Piece
 from dphero.hooks.tape import Tape
+from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.batch_axis.plan import Unforeseen
+from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
-from dphero.functional.unbatched import NoSharedRule
 from dphero.cuda_graphs.replay_guards import PLAIN, Surroundings
+from dphero.functional.unbatched import NoSharedRule
 from dphero.hooks.snapshot import Untouched
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dphero._imports import call_named
 from dphero.data import npz
 from dphero.data.dataset import Data, Split
-from dphero._imports import call_named
 
 __all__ = ["from_arrays", "from_function", "from_npz"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dphero.methods import recipe as recipes
 from dphero.data.loading import located
 from dphero.methods import METHODS, make
+from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
 __all__ = ["DEFAULTS", "anchored", "resolve"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dphero.methods import recipe as recipes
 from dphero._files import DamagedFile, open_json, seal_json
 from dphero.experiments.files import read_json, to_json, write_text
+from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
 __all__ = ["Planned", "load_plan", "save_plan"]

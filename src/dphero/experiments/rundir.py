@@ -37,11 +37,11 @@ from typing import Any
 
 import torch
 
-from dphero.methods import recipe as recipes
 from dphero._files import DamagedFile, open_for_lock, open_json, read_bytes, seal_json, write_atomically
 from dphero.accounting import Ledger, Statement
 from dphero.experiments.defaults import anchored
 from dphero.experiments.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
+from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
 __all__ = ["Busy", "RunDirectory"]

@@ -21,8 +21,8 @@ from dphero.experiments.curves import Curves
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.methods import Step, Task, Trainer, extra_of, make
-from dphero.models import FeatureModel
 from dphero.methods.recipe import Recipe
+from dphero.models import FeatureModel
 
 __all__ = ["Progress", "prepare", "train"]
 

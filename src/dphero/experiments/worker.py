@@ -22,13 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from dphero.methods import recipe as recipes
 from dphero._files import open_for_append
 from dphero.experiments.defaults import anchored
 from dphero.experiments.files import to_json
 from dphero.experiments.rundir import Busy, RunDirectory
 from dphero.experiments.stopping import Interrupted
 from dphero.experiments.training import Progress, train
+from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
 __all__ = ["train_run"]

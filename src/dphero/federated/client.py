@@ -26,8 +26,8 @@ from dphero.federated.requests import Answer, Declined, Request
 from dphero.federated.settings import Federation
 from dphero.federated.sharing import share
 from dphero.methods import METHODS, Task
-from dphero.methods.sgd import SGD
 from dphero.methods.recipe import Recipe
+from dphero.methods.sgd import SGD
 
 __all__ = ["Answer", "Client", "Declined", "Request", "require_federable", "spent"]
 

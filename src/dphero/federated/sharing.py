@@ -24,8 +24,8 @@ from dphero.accounting import Gaussian, Ledger, NoNoise, PoissonGaussian, calibr
 from dphero.data import Data, Split
 from dphero.federated.generator import generator_steps, rows_of, train_generator
 from dphero.federated.settings import Federation
-from dphero.noise import FastNoise, SecureNoise
 from dphero.methods.recipe import Recipe
+from dphero.noise import FastNoise, SecureNoise
 
 __all__ = ["share"]
 

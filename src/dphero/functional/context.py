@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dphero.gradients.batch import PieceMaker
 from dphero.batch_axis.axis import Layout
-from dphero.functional.operation import Operation
-from dphero.gradients.pieces import Piece
 from dphero.batch_axis.plan import Key, Notes
+from dphero.functional.operation import Operation
+from dphero.gradients.batch import PieceMaker
+from dphero.gradients.pieces import Piece
 
 __all__ = ["Context", "GradientSink", "OpaqueCall", "Owner"]
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dphero.functional.context import Context, GradientSink
-from dphero.functional.vmap import example_gradients
 from dphero.batch_axis.axis import Layout
-from dphero.functional.operation import Operation
-from dphero.gradients.pieces import Explicit, Piece
 from dphero.batch_axis.plan import Key, Unforeseen
+from dphero.functional.context import Context, GradientSink
+from dphero.functional.operation import Operation
 from dphero.functional.rules import Reading, read
 from dphero.functional.unbatched import NoSharedRule, Origin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.functional.vmap import example_gradients
+from dphero.gradients.pieces import Explicit, Piece
 
 __all__ = ["attached", "follow"]
 

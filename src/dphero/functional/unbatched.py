@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dphero.functional.context import Context, GradientSink, Owner
 from dphero.functional.operation import take_apart
-from dphero.gradients.pieces import Explicit, Outer, Piece
 from dphero.functional.rules import SIMPLER
+from dphero.gradients.pieces import Explicit, Outer, Piece
 
 __all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Shared", "SharedValue", "plain"]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from dphero.geometry.factors import Factor
 from dphero.geometry.geometry import Geometry
-from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.gradients.pieces import Explicit, Piece, gram_rounding, rounding
-from dphero.numerics.precision import products_in
 from dphero.numerics.buffers import Room
+from dphero.numerics.partial_norms import LEAST_SQUARE
+from dphero.numerics.precision import products_in
 
 __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution_arguments"]
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from dphero.geometry.factors import Factor
 from dphero.geometry.geometry import Geometry
+from dphero.numerics.buffers import Recycled
 from dphero.numerics.partial_norms import LEAST_SQUARE, Lengths, rank_one_norms, square_norms
 from dphero.numerics.precision import products_in
-from dphero.numerics.buffers import Recycled
 
 __all__ = [
     "Bias",

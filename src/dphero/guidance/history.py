@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dphero._checks import one_of
 from dphero.geometry.geometry import Geometry
-from dphero.guidance import spectra
 from dphero.guidance import second_moments as moments
+from dphero.guidance import spectra
 from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
 from dphero.guidance.second_moments import Average, Moment
 

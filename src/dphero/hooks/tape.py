@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
-from dphero.numerics.partial_norms import Lengths, rank_one_norms
 from dphero.gradients.pieces import Bias, Explicit, Outer, Piece, combine
 from dphero.gradients.pool import pool
+from dphero.numerics.partial_norms import Lengths, rank_one_norms
 from dphero.numerics.precision import exactly
 
 __all__ = ["Tape"]

@@ -20,20 +20,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dphero.functional.custom import custom_code_followed
-from dphero.geometry.geometry import Geometry
-from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.batch_axis.axis import Layout, arrange
-from dphero.functional.dispatch import attached, follow
-from dphero.numerics.trees import tree_flatten, tree_map
-from dphero.functional.operation import Operation
-from dphero.gradients.pieces import Piece
 from dphero.batch_axis.call_site import place_in_code
 from dphero.batch_axis.plan import Key, Notes, Plan, Recording, Unforeseen
+from dphero.functional.custom import custom_code_followed
+from dphero.functional.dispatch import attached, follow
+from dphero.functional.operation import Operation
 from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.geometry.geometry import Geometry
+from dphero.gradients.batch import GradientBatch, PieceMaker
+from dphero.gradients.pieces import Piece
 from dphero.hooks.modules import Call, Site, Slot, eager, find_sites, replace_forward, swapped
-from dphero.hooks.tape import Tape
 from dphero.hooks.snapshot import buffer_name
+from dphero.hooks.tape import Tape
+from dphero.numerics.trees import tree_flatten, tree_map
 
 __all__ = ["Call", "Examine", "Replay", "Site", "Taps"]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.gradients.pieces import Explicit, Outer, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.gradients.pieces import Explicit, Outer, Piece
 
 __all__ = ["multihead_attention"]
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.gradients.pieces import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.gradients.pieces import Explicit, Piece
 from dphero.numerics.buffers import Room
 
 __all__ = ["convolution"]

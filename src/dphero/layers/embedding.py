@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.gradients.pieces import Piece, Rows
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.gradients.pieces import Piece, Rows
 
 __all__ = ["embedding", "embedding_bag"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.gradients.pieces import Bias, Outer, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.gradients.pieces import Bias, Outer, Piece
 from dphero.numerics.buffers import Recycled
 
 __all__ = ["linear", "linear_pieces"]

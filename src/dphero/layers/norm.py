@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero.gradients.pieces import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.gradients.pieces import Explicit, Piece
 
 __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 

@@ -25,7 +25,7 @@ def register(*kinds: type[nn.Module]) -> Callable[[_R], _R]:
         >>> import torch
         >>> from torch import nn
         >>> import dphero
-        >>> from dphero.gradients.pieces import Outer
+        >>> from dphero.gradients import Outer
         >>> class Projection(nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

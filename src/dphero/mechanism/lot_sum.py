@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dphero.mechanism.clipping import Clipping
 from dphero.gradients.batch import GradientBatch
+from dphero.mechanism.clipping import Clipping
 from dphero.numerics.transfer import Fetched
 
 __all__ = ["Diagnostics", "LotSum"]

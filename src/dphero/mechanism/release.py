@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dphero.accounting import Budget, Event, Ledger, NoNoise
-from dphero.mechanism.clipping import Clipping
 from dphero.geometry.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
+from dphero.mechanism.clipping import Clipping
 from dphero.noise import NoiseSource, alongside, can_keep
 from dphero.numerics.precision import exactly
 

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from dphero import checkpoint
 from dphero._checks import closest
 from dphero.accounting import Ledger, Price, Statement, price, statement
-from dphero.models import NAMES
 from dphero.methods.recipe import Recipe
+from dphero.models import NAMES
 
 __all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "extra_of", "make", "register"]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 from dphero._checks import one_of, positive, whole
 from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
 from dphero.accounting.numerics.search import safe_value
-from dphero.mechanism.clipping import Flat, total
 from dphero.gradients.batch import GradientBatch
+from dphero.mechanism.clipping import Flat, total
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.noisy_trainer import NoisyTrainer, poisson
 

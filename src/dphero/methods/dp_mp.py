@@ -47,11 +47,11 @@ from dphero.accounting import (
     price,
 )
 from dphero.accounting.numerics.search import safe_value
-from dphero.mechanism.parameters import describe
 from dphero.mechanism.clipping import PerLayer
+from dphero.mechanism.parameters import describe
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
-from dphero.methods.noisy_trainer import NoisyTrainer, lot_key
 from dphero.methods.base_trainer import key_of
+from dphero.methods.noisy_trainer import NoisyTrainer, lot_key
 from dphero.sampling import ShuffleSampler
 
 __all__ = ["DPMP"]

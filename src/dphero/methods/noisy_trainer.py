@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dphero.accounting import Event
+from dphero.checks.first_batch import probe
 from dphero.checks.modules import require_private_modules, trained_parameters
-from dphero.mechanism.clipping import Clipping
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
+from dphero.hooks.taps import Taps
+from dphero.mechanism.clipping import Clipping
 from dphero.mechanism.lot_sum import LotSum
 from dphero.methods.base import Card, Task
 from dphero.methods.base_trainer import OwnTrainer, key_of
 from dphero.noise import FastNoise, SecureNoise
-from dphero.checks.first_batch import probe
 from dphero.sampling import PoissonSampler, Sampler
-from dphero.hooks.taps import Taps
 
 __all__ = ["NoisyTrainer", "lot_key", "poisson"]
 

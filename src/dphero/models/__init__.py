@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dphero.checks.rowwise import require_rowwise
 from dphero.models.catalogue import MODELS, NAMES, Entry, build
 from dphero.models.features import FeatureModel
-from dphero.checks.rowwise import require_rowwise
 
 __all__ = ["MODELS", "NAMES", "Entry", "FeatureModel", "build", "require_rowwise"]

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from dphero.geometry.factors import Scalar
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.pieces import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
-from dphero.gradients.pieces import Explicit, Piece
-from dphero.numerics.precision import products_in
 from dphero.numerics.buffers import Room
+from dphero.numerics.precision import products_in
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 

@@ -48,8 +48,8 @@ class FastNoise(OneTimeSource):
     bits, whose counters start at 2⁶³. On CUDA, one Philox generator per device and release has a 64-bit seed
     hashed from (key, t, device).
 
-    Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.box_muller`), 9.42 in float64, and 9.5 on CUDA,
-    where a normal is the sum of two, over √2: torch's own end at 6.76. What it does not promise: CPU and
+    Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.box_muller`), 9.42 in float64, and 9.5
+    on CUDA, where a normal is the sum of two, over √2: torch's own end at 6.76. What it does not promise: CPU and
     CUDA streams differ, and the generator on CUDA is not cryptographic; other processors and versions of
     torch may round logarithms and sines differently in the last bits; the key is in every checkpoint. For a
     key that is never saved, and noise that is always made in float64, use `SecureNoise`.

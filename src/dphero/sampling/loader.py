@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from dphero.numerics.transfer import to_device
 from dphero.sampling.collate import Part, PrivateCollate, Watch, looked_at, stacked
 from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
-from dphero.numerics.transfer import to_device
 
 __all__ = ["PrivateLoader"]
 

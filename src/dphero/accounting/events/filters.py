@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from dphero import _checks as checks
 from dphero.accounting.accountants import filter_price
-from dphero.accounting.numerics.curves import RDP_ORDERS
 from dphero.accounting.events.base import Event, Relation
+from dphero.accounting.numerics.curves import RDP_ORDERS
 
 WHOLE_ORDERS: tuple[int, ...] = tuple(int(order) for order in RDP_ORDERS if order.is_integer() and 2 <= order <= 256)
 """Orders at which sampled divergences are exact sums, and which the accountant ``rdp`` asks for."""

@@ -14,8 +14,8 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.numerics.curves import poisson_gaussian_pld, poisson_gaussian_rdp
 from dphero.accounting.events.base import Event, Relation
+from dphero.accounting.numerics.curves import poisson_gaussian_pld, poisson_gaussian_rdp
 
 
 @dataclass(frozen=True)

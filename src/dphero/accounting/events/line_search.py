@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.accounting.events.base import Event
+from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 
 
 @dataclass(frozen=True)

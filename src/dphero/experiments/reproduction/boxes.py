@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dphero.experiments.plan import Planned
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark, shown
 from dphero.experiments.reproduction.settings import (
@@ -23,7 +24,6 @@ from dphero.experiments.reproduction.settings import (
     noise_for,
     planned,
 )
-from dphero.experiments.plan import Planned
 from dphero.experiments.sweep import Outcome
 
 __all__ = ["plan", "present"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dphero.accounting import claimed_by_paper
+from dphero.experiments.plan import Planned
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark
 from dphero.experiments.reproduction.settings import (
@@ -23,7 +24,6 @@ from dphero.experiments.reproduction.settings import (
     Source,
     planned,
 )
-from dphero.experiments.plan import Planned
 from dphero.experiments.sweep import Outcome
 from dphero.experiments.table import shown_price
 

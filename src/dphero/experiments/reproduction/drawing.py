@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dphero.experiments.reproduction.settings import METHOD_TITLES, PUBLISHED
 from dphero.experiments.plots import save_figure
+from dphero.experiments.reproduction.settings import METHOD_TITLES, PUBLISHED
 
 __all__ = ["COLOURS", "finish", "grid", "line"]
 

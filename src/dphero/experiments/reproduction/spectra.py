@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dphero import models
 from dphero.accounting import AdaptiveGaussian, Ledger, PoissonGaussian, claimed_by_paper, price
+from dphero.experiments.plan import Planned
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import (
@@ -23,7 +24,6 @@ from dphero.experiments.reproduction.settings import (
     Source,
     planned,
 )
-from dphero.experiments.plan import Planned
 from dphero.experiments.rundir import RunDirectory
 from dphero.experiments.sweep import Outcome
 from dphero.guidance.pca import noise_scales, spectrum
