@@ -833,5 +833,5 @@ def test_a_loader_that_chooses_examples_itself_is_refused(monkeypatch: Patch) ->
     loader = DataLoader(data(), batch_size=12, sampler=weighted)
     with pytest.raises(ValueError, match="WeightedRandomSampler"):
         training(data_loader=loader)
-    monkeypatch.setattr(sampling.public, "_require_plain_loader", lambda loader: None)
+    monkeypatch.setattr(sampling.public_numbers, "_require_plain_loader", lambda loader: None)
     training(data_loader=loader)  # without the guard the weights would be ignored in silence

@@ -287,7 +287,7 @@ def test_a_run_on_a_relative_path_goes_on_with_its_own_data_from_everywhere(tmp_
     stop(directory)
     monkeypatch.chdir(tmp_path / "other")
     seen = []
-    monkeypatch.setattr(loop.datasets, "load", lambda spec: seen.append(spec) or load_data(spec))
+    monkeypatch.setattr(loop.datasets, "load", lambda spec, *rest: seen.append(spec) or load_data(spec, *rest))
     train(RunDirectory.open(directory.path))
     assert seen == [str(tmp_path / "mine" / "set.npz")]
 
@@ -352,10 +352,12 @@ def test_published_without_a_floor_may_protect_nothing(tmp_path):
     assert "nothing is guaranteed" in (directory.path / "statement.txt").read_text()
 
 
-def test_physical_batches_change_nothing_but_memory(unbroken, tmp_path):
-    directory = begin(tmp_path / "run", physical_batch=100)
+@pytest.mark.usefixtures("same_noise")
+def test_physical_batches_change_nothing_but_memory(tmp_path):
+    whole, directory = begin(tmp_path / "whole"), begin(tmp_path / "parts", physical_batch=100)
+    train(whole)
     train(directory)
-    for name, value in weights(unbroken).items():
+    for name, value in weights(whole).items():
         torch.testing.assert_close(weights(directory)[name], value, rtol=1e-3, atol=1e-4)
 
 

@@ -250,11 +250,12 @@ def test_the_divisor_is_public(lot: float) -> None:
 
 
 @pytest.mark.usefixtures("same_noise")
+@pytest.mark.usefixtures("same_noise")
 def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
     """Against micro-batches of one: the same seed with and without gradients differs by the clipped sum alone."""
     private, noise = training(guidance="isotropic"), training(guidance="isotropic")
     (found,), (zero,) = private.steps(1), noise.steps(1, nothing)
-    module, (x, y) = network(), next(iter(training(guidance="isotropic").loader))
+    module, (x, y) = network(), (part.as_subclass(Tensor) for part in next(iter(training(guidance="isotropic").loader)))
     expected = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
     for i in range(len(x)):
         module.zero_grad()

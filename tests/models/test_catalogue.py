@@ -254,7 +254,7 @@ def test_models_are_looked_for_in_the_working_directory(tmp_path: Path, monkeypa
     [
         ("my_own.models:missing", ValueError, "my_own.models has no function 'missing'"),
         ("my_own.models:nothing", ValueError, "must return a torch.nn.Module, and returned int"),
-        ("my_own.models:wrong", ValueError, "^of its own$"),
+        ("my_own.models:wrong", ValueError, "^of its own\n.*my_own.models:wrong"),
         ("my_own.absent:network", ValueError, "no module 'my_own.absent', neither installed nor in .*Install it"),
         ("nowhere_at_all:network", ValueError, "there is no module 'nowhere_at_all'"),
         ("my_own.broken:network", ModuleNotFoundError, "there_is_no_such_module"),

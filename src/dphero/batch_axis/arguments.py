@@ -51,7 +51,9 @@ class Arguments:
         parts = [leaf.movedim(axis, 0) for leaf, axis in zip(self._leaves, self.axes, strict=True) if axis is not None]
         parts = [part.reshape(self.rows, -1) for part in parts]
         left = torch.stack([part.isfinite().all(1).cpu() for part in parts]).all(0)
-        differing = torch.ones(len(parts), self.rows, dtype=torch.int64)  # from all that were found, by argument
+        differing = torch.ones(
+            len(parts), self.rows, dtype=torch.int64, device="cpu"
+        )  # from all that were found, by argument
         found: list[int] = []
         while left.any() and len(found) < _EXAMPLES:
             found.append(int(((1 + differing.sum(0)) * left).argmax()))
