@@ -81,27 +81,27 @@ def validity(repetitions: int, releases: int) -> list[dict[str, Any]]:
     return rows
 
 
-def power(seeds: int, releases: int) -> list[dict[str, Any]]:
+def power(first: int, seeds: int, releases: int) -> list[dict[str, Any]]:
     """Seed by seed, all faults: what is there when it is interrupted is a table of fewer seeds."""
     refuted, by = Counter[str](), {name: Counter[str]() for name in FAULTS}
-    for seed in range(seeds):
+    for seed in range(first, first + seeds):
         for name, fault in FAULTS.items():
             with fault():
                 found = audit_mechanism(fault.settings, releases=releases, delta=DELTA, seed=seed, until_refuted=True)
             refuted[name] += found.refuted
             by[name].update(each.name for each in (*found.checks, *found.audits) if each.refuted)
-        missed = {name: refuted[name] for name in FAULTS if refuted[name] <= seed}
-        print(f"after {seed + 1} seeds, refuted less often than that: {missed}", flush=True)
+        missed = {name: refuted[name] for name in FAULTS if refuted[name] <= seed - first}
+        print(f"after {seed - first + 1} seeds, refuted less often than that: {missed}", flush=True)
     rows = [{"fault": name, "seeds": seeds, "releases": releases, "refuted": refuted[name]} for name in FAULTS]
     return [{**row, "by": dict(by[str(row["fault"])].most_common())} for row in rows]
 
 
-def false_alarms(seeds: int, releases: int) -> dict[str, Any]:
+def false_alarms(first: int, seeds: int, releases: int) -> dict[str, Any]:
     """The whole quick audit of the sound engine, again and again: how often does any part of it cry wolf?"""
     refuted, by, above = 0, Counter[str](), 0
     started = time.process_time()
     for seed in range(seeds):
-        found = audit_mechanism(Settings(), releases=releases, delta=DELTA, seed=10_000 + seed)
+        found = audit_mechanism(Settings(), releases=releases, delta=DELTA, seed=10_000 + first + seed)
         refuted += found.refuted
         above += any(each.epsilon_any > each.claim.epsilon for each in found.audits)
         by.update(each.name for each in (*found.checks, *found.audits) if each.refuted)
@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     parser.add_argument("--repetitions", type=int, default=200, help="audits of the sound engine")
     parser.add_argument("--seeds", type=int, default=10, help="quick audits for each fault")
+    parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
     parser.add_argument("--releases", type=int, default=60, help="of each attack, with and without the canary")
     parser.add_argument("--trainings", type=int, default=300, help="of each method, with and without the canary")
     parser.add_argument(
@@ -149,8 +150,8 @@ def main() -> None:
     figures: dict[str, Any] = {"torch": torch.__version__, "platform": platform.platform(), "delta": DELTA}
     parts: dict[str, Callable[[], Any]] = {
         "published": lambda: [each.as_dict() for each in audit_published(releases=500)],
-        "power": lambda: power(chosen.seeds, chosen.releases),
-        "false_alarms": lambda: false_alarms(chosen.repetitions, chosen.releases),
+        "power": lambda: power(chosen.first, chosen.seeds, chosen.releases),
+        "false_alarms": lambda: false_alarms(chosen.first, chosen.repetitions, chosen.releases),
         "validity": lambda: validity(chosen.repetitions, 100),
         "tightness": lambda: tightness(5),
         "methods": lambda: methods(chosen.trainings),
