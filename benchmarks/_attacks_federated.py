@@ -16,12 +16,14 @@ from dphero import data as datasets
 from dphero import experiments
 from dphero.accounting import Ledger, price
 from dphero.data import Split
-from dphero.experiments.training import prepare
-from dphero.federated import client, local_training, sharing
-from dphero.federated.client import Client
-from dphero.federated.client_files import ClientFiles, ClientState
+from dphero.experiments.runs.training import prepare
+from dphero.federated.client import local_training
+from dphero.federated.client import training_round as client
+from dphero.federated.client.files import ClientFiles, ClientState
+from dphero.federated.client.training_round import Client
 from dphero.federated.requests import Declined, Request
 from dphero.federated.settings import Federation
+from dphero.federated.sharing import distillation as sharing
 
 DELTA, ROUNDS, RECORDS = 1e-4, 10, 300
 SETTINGS = {"data": "digits", "lot": 32, "lr": 0.5, "momentum": 0.0, "accountant": "rdp", "seed": 1}

@@ -19,9 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import PrivacyEngine
-from dphero.audit.statistics import separate
-from dphero.data import folders
-from dphero.data.pictures import grey_or_rgb
+from dphero.audit.bounds.statistics import separate
+from dphero.data.files import folders
+from dphero.data.files.pictures import grey_or_rgb
 from dphero.sampling.collate import Watch
 from dphero.sampling.randomness import SecretGenerators
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
-from dphero.audit.statistics import separate
+from dphero.audit.bounds.statistics import separate
 from dphero.checks import first_batch as probe
-from dphero.checks import loss as loss_check
-from dphero.checks import loss_replay
+from dphero.checks.loss import check as loss_check
+from dphero.checks.loss import replay as loss_replay
 
 DELTA, SIGMA, OTHERS, TRIALS = 1e-5, 4.0, 99, 200
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]

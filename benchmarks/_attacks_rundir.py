@@ -15,8 +15,9 @@ import numpy as np
 from _attack import Attack, Figures, refused
 
 from dphero.accounting import price
-from dphero.experiments import RunDirectory, publishing, resolve, rundir, train
-from dphero.experiments.prediction import Predictor
+from dphero.experiments import RunDirectory, resolve, train
+from dphero.experiments.runs import publishing, rundir
+from dphero.experiments.runs.prediction import Predictor
 from dphero.methods import recipe as recipes
 
 SETTINGS = {"data": "digits", "noise_multiplier": 3.0, "epochs": 1, "dataset_size": 1437}

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from step import build
 
-from dphero.checks.loss import LossCheck
+from dphero.checks.loss.check import LossCheck
 from dphero.noise.fast import FastNoise
 from dphero.sampling.randomness import SecretGenerators
 

@@ -21,8 +21,8 @@ import torch.utils.tensorboard  # loaded here, so that loading it is not counted
 
 from dphero import data as datasets
 from dphero.experiments import RunDirectory, resolve, train
-from dphero.experiments import training as loop
-from dphero.methods.engine_trainer import PrivateTrainer
+from dphero.experiments.runs import training as loop
+from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
 
 class Stopwatch:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dphero.experiments import resolve
-from dphero.experiments.plan import Planned
-from dphero.experiments.sweep import Standing, sweep
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Standing, sweep
 
 
 @dataclass(frozen=True)

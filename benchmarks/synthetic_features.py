@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.experiments import resolve
-from dphero.experiments.training import prepare
+from dphero.experiments.runs.training import prepare
 from dphero.methods import make
-from dphero.methods._head import headless
+from dphero.methods.trainers.head import headless
 
 _LOT, _STEPS = 4096, 240
 

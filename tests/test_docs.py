@@ -13,7 +13,7 @@ import torch
 import typer
 
 from dphero.cli import app
-from dphero.experiments import rundir
+from dphero.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import PrivacyEngine, engine, run, sampling
-from dphero.checks import loss as loss_check
 from dphero.checks import modules
+from dphero.checks.loss import check as loss_check
 from dphero.geometry.geometry import identity
 from dphero.gradients import convolution, pieces
 from dphero.gradients.batch import GradientBatch

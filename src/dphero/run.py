@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dphero.checkpoint import unchanged_on_failure
 from dphero.checks.first_batch import probe
-from dphero.checks.loss import LossCheck
+from dphero.checks.loss.check import LossCheck
 from dphero.checks.optimizers import with_closure_evaluated
 from dphero.checks.padding import PaddingCheck
 from dphero.cuda_graphs.replay import Graphs

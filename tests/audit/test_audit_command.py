@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dphero._files import seal_json
-from dphero.audit.membership import Roc
 from dphero.audit.report import Report, plot_roc, save
 from dphero.audit.run_ledger import check_ledger
+from dphero.audit.trainings.membership import Roc
 from dphero.cli import app
 from dphero.experiments import RunDirectory
 from tests.audit.faults import FAULTS
@@ -240,7 +240,7 @@ def test_a_refuted_claim_is_exit_code_1_wherever_it_is_saved(tmp_path: Path, mon
         report = Report("a run", attacks=[Roc.of("loss threshold", np.array([1.0]), np.array([0.0]))])
         monkeypatch.setattr(Report, "refuted", refuted)
         monkeypatch.setattr("dphero.audit.report.save", full)
-        monkeypatch.setattr("dphero.cli.audit._report", lambda *arguments, report=report: report)
+        monkeypatch.setattr("dphero.cli.privacy.audit._report", lambda *arguments, report=report: report)
         result = run("audit", "--method", "dp-sgd", "--data", "digits", "--json", "--out", tmp_path / "audit")
         assert result.exit_code == status and "no space left on device" in result.stderr
 

@@ -9,10 +9,10 @@ import pytest
 from scipy import stats
 
 from dphero.accounting import AdaptiveGaussian, Gaussian, Ledger, NoNoise, PoissonGaussian, ShuffledGaussian, price
-from dphero.audit.checks import Check, judge
-from dphero.audit.independent_price import independent_epsilon, price_check
-from dphero.audit.lots_law import poisson_checks, shuffle_checks
-from dphero.audit.noise_law import NoiseRecord, last_bits_check, noise_checks
+from dphero.audit.laws.checks import Check, judge
+from dphero.audit.laws.independent_price import independent_epsilon, price_check
+from dphero.audit.laws.lots_law import poisson_checks, shuffle_checks
+from dphero.audit.laws.noise_law import NoiseRecord, last_bits_check, noise_checks
 
 DELTA = 1e-5
 SHAPES = {"first": (12, 8), "bias": (12, 1), "second": (6, 12)}

@@ -10,8 +10,8 @@ from scipy import stats
 
 from dphero.accounting import Ledger, NoNoise, PoissonGaussian, ShuffledGaussian, claimed_by_paper, price
 from dphero.accounting.numerics.curves import gaussian_delta, gaussian_epsilon, poisson_gaussian_deltas
-from dphero.audit.claims import claim_of_ledger, claim_of_prices
-from dphero.audit.statistics import Errors, Separation
+from dphero.audit.bounds.claims import claim_of_ledger, claim_of_prices
+from dphero.audit.bounds.statistics import Errors, Separation
 
 DELTA = 1e-5
 

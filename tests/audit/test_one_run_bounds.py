@@ -11,9 +11,9 @@ from scipy import stats
 
 from dphero.accounting import Gaussian, Ledger
 from dphero.accounting.numerics.curves import gaussian_epsilon, gaussian_mu
-from dphero.audit.claims import Claim, claim_of_ledger
-from dphero.audit.one_run_bounds import curve_bound, curve_refuted, pair_bound
-from dphero.audit.statistics import guessing_bound
+from dphero.audit.bounds.claims import Claim, claim_of_ledger
+from dphero.audit.bounds.one_run_bounds import curve_bound, curve_refuted, pair_bound
+from dphero.audit.bounds.statistics import guessing_bound
 
 DELTA = 1e-5
 MU = gaussian_mu(3.0, DELTA)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dphero.accounting.numerics.curves import gaussian_epsilon
-from dphero.audit.statistics import (
+from dphero.audit.bounds.statistics import (
     Errors,
     Separation,
     _errors,

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dphero.checks import loss as loss_check
-from dphero.checks.loss import LossCheck
-from dphero.checks.loss_graph import fingerprint
+from dphero.checks.loss import check as loss_check
+from dphero.checks.loss.check import LossCheck
+from dphero.checks.loss.graph import fingerprint
 from tests.trainer import data, training
 
 ROWS, CLASSES, TOKENS = 6, 5, 7

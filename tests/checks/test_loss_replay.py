@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dphero.checks import loss as loss_check
-from dphero.checks import loss_replay
+from dphero.checks.loss import check as loss_check
+from dphero.checks.loss import replay as loss_replay
 from tests.trainer import CLASSES, FEATURES, Training, data, network, training
 
 Body = Callable[[nn.Module, Tensor, Tensor], Tensor]

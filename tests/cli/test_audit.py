@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from dphero.cli import audit
+from dphero.cli.privacy import audit
 
 
 def test_a_path_that_looks_like_markup_is_shown_as_it_is(capsys):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import dphero
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.cli import app
-from dphero.cli._price import _round
+from dphero.cli.privacy._price import _round
 
 KEYS = ["epsilon", "delta", "accountant", "noise_multiplier", "sample_rate", "steps", "relation", "is_bound"]
 STEPS = ["--noise-multiplier", "1.1", "--sample-rate", "0.01", "--steps", "500", "--delta", "1e-5"]

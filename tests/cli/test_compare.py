@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dphero.accounting import Ledger, PoissonGaussian, price
-from dphero.cli import app, compare
-from dphero.experiments import sweep
-from dphero.experiments.worker import train_run
+from dphero.cli import app
+from dphero.cli.runs import compare
+from dphero.experiments.comparison import sweep
+from dphero.experiments.comparison.worker import train_run
 
 pytest.importorskip("sklearn")
 
@@ -69,7 +70,7 @@ def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, m
     long = out / "runs" / f"dp-sgd_eps3_epochs{epochs}_seed0"
 
     for name in ("plot_accuracy", "plot_curves"):  # seconds each, and not the point
-        monkeypatch.setattr(f"dphero.experiments.compare.{name}", lambda *arguments: None)
+        monkeypatch.setattr(f"dphero.experiments.comparison.compare.{name}", lambda *arguments: None)
 
     # Ctrl-C in the middle of the second run: it saves.
     show = compare._Display.__call__

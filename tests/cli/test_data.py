@@ -90,7 +90,7 @@ def test_errors_have_one_line(arguments, words):
 def test_the_mirror_can_be_switched_off(monkeypatch):
     monkeypatch.setitem(catalog.BUILT_INS, "mnist", small.built_in("mnist", mirror=["https://mirror.invalid/a"]))
     asked = []
-    monkeypatch.setattr("dphero.data.sources.mirror", lambda *arguments: asked.append(1))
+    monkeypatch.setattr("dphero.data.download.sources.mirror", lambda *arguments: asked.append(1))
     run("get", "mnist")
     assert asked == [1]
     run("get", "mnist", "--no-mirror")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dphero.data import catalog, layouts
+from dphero.data import catalog
+from dphero.data.files import layouts
 
 BATCH = 3
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,8 @@ def environment(cache, programs):
 if __name__ == "__main__":  # python -m tests.data.small WHERE-TO-STOP: get the small mnist in a process of its own
     import time
 
-    from dphero.data import cache, get
+    from dphero.data import get
+    from dphero.data.download import cache
 
     use(dict.__setitem__, setattr)
     if sys.argv[1] == "write":

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 
-from dphero.data import cache as cache_module
-from dphero.data import catalog, fetch, get, load, sources
+from dphero.data import catalog, get, load
+from dphero.data.download import cache as cache_module
+from dphero.data.download import fetch, sources
 from tests.data import small
 
 

@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from dphero.data import get, layouts, load
+from dphero.data import get, load
+from dphero.data.files import layouts
 from tests.data import small
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dphero.data import Data, Split, from_arrays, load
-from dphero.data.folders import HELD_OUT, is_held_out
+from dphero.data.files.folders import HELD_OUT, is_held_out
 from dphero.data.loading import located
 from tests.data import small
 

@@ -13,12 +13,12 @@ import pytest
 from dphero import data as datasets
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.experiments import plots
-from dphero.experiments.compare import summarise
-from dphero.experiments.grid import check, grid, matched_noise, parse_variations
-from dphero.experiments.plan import Planned, load_plan, save_plan
-from dphero.experiments.pool import Pool, default_workers, threads_each
-from dphero.experiments.sweep import Outcome, State, outcomes, sweep
-from dphero.experiments.table import cells, markdown, notes, remark, save_table, tabulate
+from dphero.experiments.comparison.compare import summarise
+from dphero.experiments.comparison.grid import check, grid, matched_noise, parse_variations
+from dphero.experiments.comparison.plan import Planned, load_plan, save_plan
+from dphero.experiments.comparison.pool import Pool, default_workers, threads_each
+from dphero.experiments.comparison.sweep import Outcome, State, outcomes, sweep
+from dphero.experiments.comparison.table import cells, markdown, notes, remark, save_table, tabulate
 from dphero.methods import METHODS
 
 pytest.importorskip("sklearn")
@@ -198,7 +198,7 @@ def test_two_sweeps_do_not_share_a_directory(tmp_path):
 
 def test_a_run_of_another_recipe_is_not_taken_for_the_planned_one(tmp_path):
     from dphero.experiments import RunDirectory
-    from dphero.experiments.worker import train_run
+    from dphero.experiments.comparison.worker import train_run
 
     (planned,) = plan_of("sgd")
     RunDirectory.create(tmp_path / "run", planned.recipe.with_(lr=0.25))
@@ -207,7 +207,7 @@ def test_a_run_of_another_recipe_is_not_taken_for_the_planned_one(tmp_path):
 
 
 def test_a_plan_with_a_relative_path_goes_on(tmp_path, monkeypatch):
-    from dphero.experiments.worker import train_run
+    from dphero.experiments.comparison.worker import train_run
 
     monkeypatch.chdir(tmp_path)
     (planned,) = plan_of("sgd")

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dphero.audit.run_ledger import check_ledger
-from dphero.experiments import Interrupted, RunDirectory, resolve, rundir, train
-from dphero.experiments.plan import Planned, load_plan, save_plan
-from dphero.experiments.prediction import Predictor
-from dphero.experiments.sweep import outcomes
+from dphero.experiments import Interrupted, RunDirectory, resolve, train
+from dphero.experiments.comparison.plan import Planned, load_plan, save_plan
+from dphero.experiments.comparison.sweep import outcomes
+from dphero.experiments.runs import rundir
+from dphero.experiments.runs.prediction import Predictor
 
 pytest.importorskip("sklearn")
 

@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 WITHOUT = """
 import runpy, sys
-from dphero.experiments import training
+from dphero.experiments.runs import training
 save = training._Loop._save
 def forgetful(self):
     latest, losses = self.latest, self.losses

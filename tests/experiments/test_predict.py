@@ -12,7 +12,7 @@ from PIL import Image
 from dphero import data as datasets
 from dphero import experiments, models
 from dphero.experiments import RunDirectory
-from dphero.experiments.prediction import Predictor
+from dphero.experiments.runs.prediction import Predictor
 from dphero.methods.recipe import Recipe
 
 pytest.importorskip("sklearn")

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from dphero.accounting import Ledger, price
 from dphero.cli import app
-from dphero.experiments import Interrupted, RunDirectory, publishing, resolve, train
-from dphero.experiments.prediction import Predictor
-from dphero.experiments.publishing import publish
+from dphero.experiments import Interrupted, RunDirectory, resolve, train
+from dphero.experiments.runs import publishing
+from dphero.experiments.runs.prediction import Predictor
+from dphero.experiments.runs.publishing import publish
 
 pytest.importorskip("sklearn")
 

@@ -12,12 +12,12 @@ import torch
 
 from dphero.accounting import Ledger, PoissonGaussian, claimed_by_paper, price
 from dphero.experiments import Interrupted
-from dphero.experiments.plan import save_plan
+from dphero.experiments.comparison.plan import save_plan
+from dphero.experiments.comparison.sweep import outcomes, sweep
+from dphero.experiments.comparison.worker import train_run
 from dphero.experiments.reproduction import drawing, figures, linear, running, table1
 from dphero.experiments.reproduction.items import ITEMS, find
 from dphero.experiments.reproduction.settings import DELTAS, LOTS, PUBLISHED, RATES, SIGMAS, UNSOUND, noise_for
-from dphero.experiments.sweep import outcomes, sweep
-from dphero.experiments.worker import train_run
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 
 from dphero._files import seal_json
 from dphero.cli import app
-from dphero.data import cache
 from dphero.data.catalog import BUILT_INS
+from dphero.data.download import cache
 from dphero.experiments import RunDirectory, resolve, train
-from dphero.experiments.compare import summarise
-from dphero.experiments.plan import Planned, load_plan, save_plan
-from dphero.experiments.prediction import Predictor
-from dphero.experiments.sweep import Outcome, sweep
-from dphero.experiments.worker import train_run
+from dphero.experiments.comparison.compare import summarise
+from dphero.experiments.comparison.plan import Planned, load_plan, save_plan
+from dphero.experiments.comparison.sweep import Outcome, sweep
+from dphero.experiments.comparison.worker import train_run
+from dphero.experiments.runs.prediction import Predictor
 from dphero.methods import recipe as recipes
 
 pytest.importorskip("sklearn")

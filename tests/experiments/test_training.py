@@ -21,8 +21,8 @@ from dphero import methods
 from dphero.accounting import Ledger, price
 from dphero.data import load as load_data
 from dphero.experiments import Interrupted, RunDirectory, prepare, resolve, train
-from dphero.experiments import training as loop
-from dphero.experiments.files import to_json
+from dphero.experiments.runs import training as loop
+from dphero.experiments.runs.files import to_json
 from dphero.experiments.stopping import stoppable
 
 pytest.importorskip("sklearn")

@@ -7,8 +7,8 @@ import pytest
 from dphero import data as datasets
 from dphero import experiments
 from dphero.data import Split
-from dphero.experiments.training import prepare
-from dphero.federated.client import Client
+from dphero.experiments.runs.training import prepare
+from dphero.federated.client.training_round import Client
 from dphero.federated.settings import Federation
 from tests.federated.small import SETTINGS
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from dphero import experiments
-from dphero.audit.claims import claim_of_ledger
-from dphero.audit.two_sample import audit
+from dphero.audit.bounds.claims import claim_of_ledger
+from dphero.audit.bounds.two_sample import audit
 from dphero.data import Split
-from dphero.experiments.training import prepare
-from dphero.federated.client import Client
+from dphero.experiments.runs.training import prepare
+from dphero.federated.client.training_round import Client
 from dphero.federated.requests import Request
 from dphero.federated.settings import Federation
 from dphero.noise import FastNoise

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dphero.accounting import Ledger, price
-from dphero.federated.client_files import ClientFiles
+from dphero.federated.client.files import ClientFiles
 from dphero.federated.requests import Answer, Declined, Request
 from dphero.federated.settings import Federation
 

@@ -11,11 +11,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from dphero import experiments
 from dphero.accounting import Ledger
 from dphero.experiments import Interrupted, RunDirectory
-from dphero.experiments.prediction import Predictor
-from dphero.federated import rounds, strategies
-from dphero.federated.client import Client
+from dphero.experiments.runs.prediction import Predictor
+from dphero.federated.client.training_round import Client
 from dphero.federated.directory import create, federation_of
-from dphero.federated.server import Server
+from dphero.federated.server import rounds, strategies
+from dphero.federated.server.app import Server
 from dphero.federated.settings import Federation
 from dphero.federated.simulation import simulated_clients
 from tests.federated.local_grid import LocalGrid

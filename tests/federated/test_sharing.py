@@ -11,12 +11,12 @@ from dphero import experiments
 from dphero.accounting import Gaussian, Ledger, NoNoise, PoissonGaussian, price
 from dphero.data import Split
 from dphero.experiments import RunDirectory
-from dphero.federated import sharing
-from dphero.federated.client import require_federable
+from dphero.federated.client.training_round import require_federable
 from dphero.federated.directory import create
 from dphero.federated.requests import Request
-from dphero.federated.server import Server
+from dphero.federated.server.app import Server
 from dphero.federated.settings import Federation
+from dphero.federated.sharing import distillation as sharing
 from dphero.federated.simulation import simulated_clients
 from tests.federated.local_grid import LocalGrid
 from tests.federated.small import SETTINGS

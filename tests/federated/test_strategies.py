@@ -15,15 +15,15 @@ from dphero import experiments
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.data import Split
 from dphero.experiments import RunDirectory
-from dphero.experiments.training import prepare
+from dphero.experiments.runs.training import prepare
 from dphero.federated.directory import create, federation_of
 from dphero.federated.partitions import split
 from dphero.federated.requests import Request
-from dphero.federated.rounds import Roster
-from dphero.federated.server import Server
+from dphero.federated.server.app import Server
+from dphero.federated.server.rounds import Roster
+from dphero.federated.server.strategies import make_strategy, steps_length
 from dphero.federated.settings import Federation
 from dphero.federated.simulation import simulated_clients
-from dphero.federated.strategies import make_strategy, steps_length
 from tests.federated.local_grid import LocalGrid
 from tests.federated.small import SETTINGS
 

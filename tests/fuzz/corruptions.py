@@ -18,7 +18,7 @@ import torch
 
 from dphero.audit.run_ledger import check_ledger
 from dphero.experiments import Interrupted, RunDirectory, resolve, train
-from dphero.experiments.prediction import Predictor
+from dphero.experiments.runs.prediction import Predictor
 from tests.fuzz.harness import Findings, attempt
 from tests.trainer import Training, training
 

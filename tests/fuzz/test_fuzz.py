@@ -2,7 +2,7 @@
 
 import pytest
 
-from dphero.experiments import rundir
+from dphero.experiments.runs import rundir
 from tests.fuzz import command_lines, corruptions
 from tests.trainer import training
 

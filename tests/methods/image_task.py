@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dphero import data
 from dphero.experiments.defaults import resolve
-from dphero.experiments.training import Evaluation, prepare
+from dphero.experiments.runs.training import Evaluation, prepare
 from dphero.methods import Task, Trainer, make
 
 

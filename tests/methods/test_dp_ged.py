@@ -18,7 +18,7 @@ from dphero.gradients.batch import GradientBatch
 from dphero.gradients.pieces import Explicit
 from dphero.mechanism.clipping import total
 from dphero.methods import make
-from dphero.methods.dp_ged import encode, score, student_t
+from dphero.methods.own_mechanism.dp_ged import encode, score, student_t
 from tests.methods.digits_task import accuracy, resumes_exactly, start
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from dphero.accounting import BudgetExhausted, PoissonGaussian
 from dphero.methods import make
-from dphero.methods._head import Head, features, head_of, with_head
-from dphero.methods._pretraining import _Lesson, pretrain
-from dphero.methods._processes import PROCESSES, _turned, view
+from dphero.methods.trainers.head import Head, features, head_of, with_head
+from dphero.methods.trainers.pretraining import _Lesson, pretrain
+from dphero.methods.trainers.processes import PROCESSES, _turned, view
 from dphero.models import build
 from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
 
@@ -77,7 +77,7 @@ def test_what_was_learned_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPat
     before = {name: value.clone() for name, value in first.state_dict().items()}
     learn(first, head, (1, 8, 8), "leaves", 3, 16)
     assert len(list(own_cache.glob("*.pt"))) == 1
-    monkeypatch.setattr("dphero.methods._pretraining._Lesson", lambda *_: pytest.fail("it was learned before"))
+    monkeypatch.setattr("dphero.methods.trainers.pretraining._Lesson", lambda *_: pytest.fail("it was learned before"))
     learn(second, other, (1, 8, 8), "leaves", 3, 16)
     assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
     assert not torch.equal(first.state_dict()["0.weight"], before["0.weight"])
@@ -86,7 +86,7 @@ def test_what_was_learned_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_lesson_broken_off_goes_on_where_it_was(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dphero.methods._pretraining._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("dphero.methods.trainers.pretraining._SAVE_SECONDS", 0.0)
     settings = ((1, 8, 8), "leaves", 70, 4)
     whole, broken = network(), network()
     learn(*whole, *settings)

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from dphero import models
 from dphero.accounting import BudgetExhausted, Gaussian, Ledger, PoissonGaussian
 from dphero.methods import make
-from dphero.methods.feature_dp import ChannelNorm, Moments, release_moments
+from dphero.methods.on_engine.feature_dp import ChannelNorm, Moments, release_moments
 from dphero.noise import FastNoise
 from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
 

@@ -15,7 +15,7 @@ from scipy import stats
 
 from dphero.accounting import CalibrationError, IndividualFilter, Ledger, UnpriceableError, price
 from dphero.methods import make
-from dphero.methods.ipa_rf import Plan, costs
+from dphero.methods.own_mechanism.ipa_rf import Plan, costs
 from tests.methods.digits_task import TRAINING, accuracy, digits, make_task, resumes_exactly, start
 
 FULL = {"lot": TRAINING, "epochs": 20.0, "clip": 0.5, "lr": 2.0}

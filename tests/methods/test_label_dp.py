@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from dphero.accounting import Ledger, PoissonGaussian, RandomisedLabels, UnpriceableError, price, statement
 from dphero.methods import make
-from dphero.methods.label_dp import LabelRandomiser, response
+from dphero.methods.own_mechanism.label_dp import LabelRandomiser, response
 from tests.methods import image_task
 from tests.methods.image_task import digits, finish, resumes_exactly, start, take, weights
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from dphero.accounting import BudgetExhausted
 from dphero.methods import Trainer, make
-from dphero.methods.projected import leading_directions
+from dphero.methods.on_engine.projected import leading_directions
 from tests.methods.image_task import digits, finish, make_task, resumes_exactly, start, take
 
 SMALL = {"examples": 20, "directions": 8, "refresh_every": 3}

@@ -1,10 +1,9 @@
 """Auditing: a lower bound on ε, with its confidence, beside the ε that is claimed.
 
-The way through the modules: ``statistics`` (from samples to bounds), ``claims`` (what is tested), ``two_sample`` (any
-release, with and without a canary), ``canary`` and ``engine_release`` (one release of the engine), ``checks``,
-``noise_law``, ``lots_law``, ``independent_price`` and ``white_box`` (a look inside), ``mechanism`` (all of that),
-``training``, ``many_runs``, ``one_run`` and ``membership`` (whole trainings), ``published`` (the paper's recipe on
-trial), ``run_ledger``, ``runs`` and ``report`` (all of it, for a run directory).
+The way through the rooms: ``bounds`` (from samples to bounds, and the claims they are compared with), ``canary`` and
+``engine_release`` (one release of the engine), ``laws`` (a look inside: noise, lots, price), ``mechanism`` (all of
+that), ``trainings`` (whole trainings), ``published`` (the paper's recipe on trial), ``run_ledger``, ``runs`` and
+``report`` (all of it, for a run directory).
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dphero.audit.checks import Check
-    from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
+    from dphero.audit.bounds.claims import Claim, claim_of_ledger, claim_of_prices
+    from dphero.audit.bounds.two_sample import Audit, Release, audit
     from dphero.audit.engine_release import EngineRelease, Settings
-    from dphero.audit.many_runs import audit_method
+    from dphero.audit.laws.checks import Check
     from dphero.audit.mechanism import MechanismAudit, audit_mechanism
-    from dphero.audit.membership import Roc, lira, loss_attack
-    from dphero.audit.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run
     from dphero.audit.published import audit_published
     from dphero.audit.report import Report
     from dphero.audit.runs import audit_recipe, audit_run
-    from dphero.audit.two_sample import Audit, Release, audit
+    from dphero.audit.trainings.many_runs import audit_method
+    from dphero.audit.trainings.membership import Roc, lira, loss_attack
+    from dphero.audit.trainings.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run
 
 __all__ = [
     "Audit",
@@ -52,17 +51,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checks": ("Check",),
-    "claims": ("Claim", "claim_of_ledger", "claim_of_prices"),
-    "many_runs": ("audit_method",),
+    "laws.checks": ("Check",),
+    "bounds.claims": ("Claim", "claim_of_ledger", "claim_of_prices"),
+    "trainings.many_runs": ("audit_method",),
     "engine_release": ("EngineRelease", "Settings"),
     "mechanism": ("MechanismAudit", "audit_mechanism"),
-    "membership": ("Roc", "lira", "loss_attack"),
-    "one_run": ("GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"),
+    "trainings.membership": ("Roc", "lira", "loss_attack"),
+    "trainings.one_run": ("GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"),
     "published": ("audit_published",),
     "report": ("Report",),
     "runs": ("audit_recipe", "audit_run"),
-    "two_sample": ("Audit", "Release", "audit"),
+    "bounds.two_sample": ("Audit", "Release", "audit"),
 }
 
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from dphero.accounting import claimed_by_paper
 from dphero.accounting.numerics.curves import gaussian_epsilon
+from dphero.audit.bounds.claims import Claim, claim_of_ledger, claim_of_prices
+from dphero.audit.bounds.two_sample import Audit, audit
 from dphero.audit.canary import has_bias
-from dphero.audit.checks import Check, judge
-from dphero.audit.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.audit.engine_release import EngineRelease, Settings, small_model
+from dphero.audit.laws.checks import Check, judge
+from dphero.audit.laws.white_box import look_inside
 from dphero.audit.threads import one_thread
-from dphero.audit.two_sample import Audit, audit
-from dphero.audit.white_box import look_inside
 
 __all__ = ["MechanismAudit", "audit_mechanism", "engine_claim", "releases_of"]
 
@@ -75,7 +75,7 @@ def audit_mechanism(
 
     Each claim is what the engine's own ledger says; for ``published``, what the paper says.
 
-    The *look inside* (:func:`~dphero.audit.white_box.look_inside`) tests the noise, the lots, the geometry and the
+    The *look inside* (:func:`~dphero.audit.laws.white_box.look_inside`) tests the noise, the lots, the geometry and the
     price themselves; ``published``, whose price is known to be wrong, goes without.
 
     Args:

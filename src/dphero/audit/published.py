@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from dphero.accounting.numerics.curves import gaussian_epsilon
+from dphero.audit.bounds.two_sample import Audit
 from dphero.audit.engine_release import EngineRelease, Settings
 from dphero.audit.mechanism import after, audit_engine
 from dphero.audit.threads import one_thread
-from dphero.audit.two_sample import Audit
 from dphero.guidance import PCA
 from dphero.mechanism.release import Mode
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from dphero.audit.checks import Check
-from dphero.audit.membership import Roc
-from dphero.audit.one_run import OneRun
+from dphero.audit.bounds.two_sample import Audit
+from dphero.audit.laws.checks import Check
 from dphero.audit.run_ledger import RunLedger
-from dphero.audit.two_sample import Audit
+from dphero.audit.trainings.membership import Roc
+from dphero.audit.trainings.one_run import OneRun
 
 __all__ = ["Report", "plot_epsilons", "plot_roc", "plot_trade_off", "save"]
 
@@ -97,7 +97,7 @@ def save(report: Report, directory: Path, *, pictures: bool = True) -> None:
     Raises:
         ImportError: If pictures are wanted and matplotlib is missing; ``audit.json`` is written nevertheless.
     """
-    from dphero.experiments.files import to_json, write_text
+    from dphero.experiments.runs.files import to_json, write_text
 
     directory.mkdir(parents=True, exist_ok=True)
     text = to_json(report.as_dict(), indent=2) + "\n"

@@ -10,7 +10,7 @@ from dphero._files import DamagedFile
 from dphero.accounting import IndividualFilter, RandomisedLabels, ShuffledFilter, price
 from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
 from dphero.accounting.events.filters import WHOLE_ORDERS
-from dphero.audit.independent_price import independent_epsilon, price_check
+from dphero.audit.laws.independent_price import independent_epsilon, price_check
 from dphero.experiments import RunDirectory
 
 __all__ = ["RunLedger", "check_ledger"]

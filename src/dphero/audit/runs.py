@@ -9,22 +9,22 @@ from os import PathLike
 
 from torch import nn
 
+from dphero.audit.bounds.two_sample import Audit
 from dphero.audit.canary import unreached
-from dphero.audit.checks import Check
 from dphero.audit.engine_release import Settings, small_model
-from dphero.audit.many_runs import audit_method
+from dphero.audit.laws.checks import Check
 from dphero.audit.mechanism import audit_mechanism, releases_of
-from dphero.audit.membership import Roc, lira, loss_attack
-from dphero.audit.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run, room
 from dphero.audit.report import Report
 from dphero.audit.run_ledger import RunLedger, check_ledger
-from dphero.audit.training import MethodTraining, absence
-from dphero.audit.two_sample import Audit
+from dphero.audit.trainings.many_runs import audit_method
+from dphero.audit.trainings.membership import Roc, lira, loss_attack
+from dphero.audit.trainings.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run, room
+from dphero.audit.trainings.training import MethodTraining, absence
 from dphero.data import Data
 from dphero.experiments import RunDirectory, prepare
 from dphero.methods import Task, Trainer, make
-from dphero.methods.engine_trainer import PrivateTrainer
 from dphero.methods.recipe import Recipe
+from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.models import build
 
 __all__ = ["audit_recipe", "audit_run", "settings_of"]

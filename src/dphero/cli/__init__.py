@@ -1,4 +1,4 @@
-"""The command line. One file per command: each module here without a leading underscore adds itself.
+"""The command line. One file per command: each module in these rooms without a leading underscore adds itself.
 
 A command module defines ``register(app)``. It imports at its top only what is quick, and everything heavy
 (torch, the accountants) inside the command.
@@ -35,6 +35,7 @@ def _dphero(
         typer.echo(context.get_help())
 
 
-for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    if not _module.startswith("_"):
-        import_module(f"{__name__}.{_module}").register(app)
+_names = [module.name for module in pkgutil.walk_packages(__path__, prefix=f"{__name__}.") if not module.ispkg]
+for _name in sorted(_names, key=lambda name: name.rpartition(".")[2]):
+    if not _name.rpartition(".")[2].startswith("_"):
+        import_module(_name).register(app)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from dphero.cli._price import JsonOption
+from dphero.cli.privacy._price import JsonOption
 
 if TYPE_CHECKING:
     from dphero.data import Got
@@ -50,7 +50,7 @@ def list_(as_json: JsonOption = False) -> None:
 
 def _place(built_in: BuiltIn) -> tuple[str, str | None]:
     """Whether the data set is here, and where."""
-    from dphero.data import cache
+    from dphero.data.download import cache
 
     if built_in.layout == "scikit-learn":
         return ("installed" if importlib.util.find_spec("sklearn") else "missing"), None

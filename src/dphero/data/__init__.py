@@ -13,23 +13,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dphero.data.cache import directory
     from dphero.data.catalog import BUILT_INS
     from dphero.data.dataset import Data, Split
-    from dphero.data.fetch import Got, get
+    from dphero.data.download.cache import directory
+    from dphero.data.download.fetch import Got, get
+    from dphero.data.files.own import from_arrays
     from dphero.data.loading import load
-    from dphero.data.own import from_arrays
 
 __all__ = ["BUILT_INS", "Data", "Got", "Split", "directory", "from_arrays", "get", "load"]
 
 _HOMES = {
     "BUILT_INS": "dphero.data.catalog",
     "Data": "dphero.data.dataset",
-    "Got": "dphero.data.fetch",
+    "Got": "dphero.data.download.fetch",
     "Split": "dphero.data.dataset",
-    "directory": "dphero.data.cache",
-    "from_arrays": "dphero.data.own",
-    "get": "dphero.data.fetch",
+    "directory": "dphero.data.download.cache",
+    "from_arrays": "dphero.data.files.own",
+    "get": "dphero.data.download.fetch",
     "load": "dphero.data.loading",
 }
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dphero.data import cache, digits
+from dphero.data import digits
 from dphero.data.catalog import BUILT_INS, BuiltIn
 from dphero.data.dataset import Data, Split
-from dphero.data.folders import from_folder
-from dphero.data.own import from_function, from_npz
+from dphero.data.download import cache
+from dphero.data.files.folders import from_folder
+from dphero.data.files.own import from_function, from_npz
 
 __all__ = ["load", "located"]
 
@@ -27,8 +28,8 @@ def load(spec: str, channels: int | None = None) -> Data:
 
     Args:
         spec: The name of a built-in set (``dphero data list``), a folder of images
-            (:func:`dphero.data.folders.from_folder`), an ``.npz`` file (:func:`dphero.data.own.from_npz`), or
-            ``module:function`` (:func:`dphero.data.own.from_function`).
+            (:func:`dphero.data.files.folders.from_folder`), an ``.npz`` file
+            (:func:`dphero.data.files.own.from_npz`), or ``module:function`` (:func:`dphero.data.files.own.from_function`).
         channels: Of the images in a folder: 3 (RGB), unless given, or 1 (grey). Other data has its own.
 
     Raises:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dphero._files import write_atomically
-from dphero.experiments.files import write_text
-from dphero.experiments.sweep import Outcome
-from dphero.experiments.table import Row, shown_price, tabulate, to_csv
+from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.comparison.table import Row, shown_price, tabulate, to_csv
+from dphero.experiments.runs.files import write_text
 
 __all__ = ["plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
 

@@ -34,12 +34,12 @@ from dphero import data as datasets
 from dphero import experiments
 from dphero.data import Data, Split
 from dphero.experiments import RunDirectory
-from dphero.federated.client import Client, require_federable
-from dphero.federated.client_app import make_client_app
+from dphero.federated.client.app import make_client_app
+from dphero.federated.client.training_round import Client, require_federable
 from dphero.federated.defaults import DEFAULTS
 from dphero.federated.directory import create, federation_of
 from dphero.federated.partitions import split
-from dphero.federated.server import Server
+from dphero.federated.server.app import Server
 from dphero.federated.settings import Federation
 from dphero.methods.recipe import Recipe
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dphero.experiments.files import read_json, to_json, write_text
-from dphero.experiments.rundir import RunDirectory
+from dphero.experiments.runs.files import read_json, to_json, write_text
+from dphero.experiments.runs.rundir import RunDirectory
 from dphero.federated.settings import Federation
 from dphero.methods.recipe import Recipe
 

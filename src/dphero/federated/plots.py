@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dphero.experiments.files import write_text
 from dphero.experiments.plots import require_matplotlib, save_figure
+from dphero.experiments.runs.files import write_text
 
 __all__ = ["plot_partition"]
 

@@ -35,7 +35,8 @@ class Federation:
         proximal_mu: Weight of FedProx's pull back to the global model.
         controls: Where SCAFFOLD's control variates come from: the ``update`` that is sent anyway (free), or a
             ``gradient`` of their own at the global model (a second release, charged).
-        shared: What clients give to a data set that all of them train on; see :mod:`dphero.federated.sharing`.
+        shared: What clients give to a data set that all of them train on; see
+            :mod:`dphero.federated.sharing.distillation`.
         sharing_budget: The share of a client's ε that it may spend on that.
         unsound: Consent to ``shared="distilled-published"``.
         weights: By what an update is weighted: the client's declared, public number of ``records``, or ``equal``.

@@ -19,14 +19,14 @@ from flwr.simulation import run_simulation
 
 from dphero import data as datasets
 from dphero.data import Data, Split
-from dphero.experiments.rundir import RunDirectory
+from dphero.experiments.runs.rundir import RunDirectory
 from dphero.experiments.stopping import stoppable
-from dphero.federated.client import Client
-from dphero.federated.client_app import make_client_app
+from dphero.federated.client.app import make_client_app
+from dphero.federated.client.training_round import Client
 from dphero.federated.directory import federation_of
 from dphero.federated.partitions import counts, split
 from dphero.federated.plots import plot_partition
-from dphero.federated.server import RoundProgress, Server
+from dphero.federated.server.app import RoundProgress, Server
 from dphero.federated.settings import Federation, partition_name
 from dphero.methods.recipe import Recipe
 

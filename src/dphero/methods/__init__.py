@@ -1,6 +1,6 @@
 """The systems of the comparison, each one small file on top of the same parts.
 
-Every module here adds its methods to :data:`METHODS` with :func:`register`.
+Every module in ``on_engine`` and ``own_mechanism`` adds its methods to :data:`METHODS` with :func:`register`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from dphero.methods.base import METHODS, Card, Method, Step, Task, Trainer, extr
 
 __all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "extra_of", "make", "register"]
 
-for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    if not _module.startswith("_"):
-        import_module(f"{__name__}.{_module}")
+for _room in ("on_engine", "own_mechanism"):
+    for _module in sorted(module.name for module in pkgutil.iter_modules([f"{__path__[0]}/{_room}"])):
+        import_module(f"{__name__}.{_room}.{_module}")

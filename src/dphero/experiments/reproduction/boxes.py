@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark, shown
 from dphero.experiments.reproduction.settings import (
@@ -24,7 +25,6 @@ from dphero.experiments.reproduction.settings import (
     noise_for,
     planned,
 )
-from dphero.experiments.sweep import Outcome
 
 __all__ = ["plan", "present"]
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dphero.accounting import claimed_by_paper
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.comparison.table import shown_price
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark
 from dphero.experiments.reproduction.settings import (
@@ -24,8 +26,6 @@ from dphero.experiments.reproduction.settings import (
     Source,
     planned,
 )
-from dphero.experiments.sweep import Outcome
-from dphero.experiments.table import shown_price
 
 __all__ = ["Curves", "Shape"]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dphero._checks import closest
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.reproduction import boxes, figures, linear, spectra, table1
 from dphero.experiments.reproduction.curves import Curves
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import Size
-from dphero.experiments.sweep import Outcome
 
 __all__ = ["ITEMS", "Item", "find"]
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from dphero import data as datasets
 from dphero.accounting import Gaussian, Ledger, claimed_by_paper, price
 from dphero.data import Split
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import DELTAS, UNSOUND, Size
-from dphero.experiments.sweep import Outcome
 from dphero.guidance.pca import noise_scales
 
 __all__ = ["energies", "plan", "present", "train_classifier"]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dphero.accounting import Ledger, claimed_by_paper, price
-from dphero.experiments.files import to_json, write_text
+from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.comparison.table import shown_price, to_csv
 from dphero.experiments.reproduction.settings import DELTAS, PUBLISHED, UNSOUND
-from dphero.experiments.rundir import RunDirectory
-from dphero.experiments.sweep import Outcome
-from dphero.experiments.table import shown_price, to_csv
+from dphero.experiments.runs.files import to_json, write_text
+from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import METHODS
 
 __all__ = ["PRICED", "Report", "markdown", "prices", "remark", "save", "shown"]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dphero.experiments.grid import check
-from dphero.experiments.plan import Planned, load_plan
+from dphero.experiments.comparison.grid import check
+from dphero.experiments.comparison.plan import Planned, load_plan
+from dphero.experiments.comparison.sweep import Outcome, Standing, sweep
 from dphero.experiments.plots import require_matplotlib
 from dphero.experiments.reproduction.items import find
 from dphero.experiments.reproduction.report import Report, save
 from dphero.experiments.reproduction.settings import Size
-from dphero.experiments.sweep import Outcome, Standing, sweep
 
 __all__ = ["Reproduced", "reproduce"]
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dphero.accounting import calibrate_noise_multiplier
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
 from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dphero import models
 from dphero.accounting import AdaptiveGaussian, Ledger, PoissonGaussian, claimed_by_paper, price
-from dphero.experiments.plan import Planned
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import (
@@ -24,8 +25,7 @@ from dphero.experiments.reproduction.settings import (
     Source,
     planned,
 )
-from dphero.experiments.rundir import RunDirectory
-from dphero.experiments.sweep import Outcome
+from dphero.experiments.runs.rundir import RunDirectory
 from dphero.guidance.pca import noise_scales, spectrum
 
 __all__ = ["plan", "present"]

@@ -11,12 +11,12 @@ from typing import Any
 
 from dphero.accounting import claimed_by_paper
 from dphero.data import BUILT_INS
+from dphero.experiments.comparison.plan import Planned
+from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.defaults import resolve
-from dphero.experiments.plan import Planned
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report
 from dphero.experiments.reproduction.settings import PUBLISHED, UNSOUND, Size, noise_for
-from dphero.experiments.sweep import Outcome
 from dphero.methods import METHODS
 
 __all__ = ["PRINTED", "Line", "plan", "present"]

@@ -1,0 +1,1 @@
+"""From samples to bounds on ε, and what they are compared with."""

@@ -1,0 +1,1 @@
+"""Audits of whole trainings: many small ones, or one with many canaries."""

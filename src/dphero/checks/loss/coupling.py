@@ -1,0 +1,180 @@
+"""Does a term of the loss depend on more than one example? First derivatives tell.
+
+A loss is a sum (or mean) over terms: the entries of the last tensors of which it is a linear function. It is a sum over
+examples if each of these terms depends on one example alone. So the model's outputs are moved for one half of the
+examples, then for the other half, and each term may answer to one of the two only. That needs no second derivatives,
+which hinges, distances and ranks do not have; and no knowledge of where the terms carry the examples.
+
+Not seen: what enters a loss as a constant (:mod:`dphero.checks.loss.replay` does).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dphero.checks.loss.graph import children_of, kind_of, output_edges, shape_of, terms
+
+__all__ = ["coupling", "halves"]
+
+_BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
+"""Fused losses that take all columns of a row together; the others take one entry with its target."""
+
+
+def halves(rows: int, number: int) -> list[Tensor]:
+    """Return two ways to part the rows in halves, as masks.
+
+    Of numbers 0, 1, .. up to log2 of the rows, the first way parts any two rows at one of them. The second is random,
+    so that of many pairs, however they are arranged, about half are parted.
+    """
+    bits = (torch.arange(rows) >> number % max(1, math.ceil(math.log2(rows)))) % 2 == 0
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(number))
+    return [bits, order < rows // 2]
+
+
+def coupling(loss: Any, rows: int, number: int) -> float:
+    """Return by how much a term of the loss depends on two examples: 0 where not at all, at most 1.
+
+    Args:
+        loss: The last node of the graph of a loss. It can still be back-propagated afterwards.
+        rows: The number of examples.
+        number: Which halves of the examples are told apart.
+    """
+    placed = [(edge, axes) for edge in output_edges(loss) if (axes := _axes(_edge_shape(edge), rows))]
+    nodes = terms(loss)
+    ends = [_edges(node, index) for node, index in nodes]
+    if not placed or not any(ends):
+        return 0.0
+    found = []
+    for way in sorted({0, *(len(axes) - 1 for _, axes in placed)}):
+        outputs = [(edge, axes[min(way, len(axes) - 1)]) for edge, axes in placed]
+        found.append(_coupled_somehow(ends, nodes, outputs, halves(rows, number)))
+    return min(found)  # where there are as many examples as columns, only what is coupled either way counts
+
+
+def _coupled_somehow(
+    ends: list[list[GradientEdge]],
+    nodes: list[tuple[Any, int]],
+    outputs: list[tuple[GradientEdge, int]],
+    ways: list[Tensor],
+) -> float:
+    try:
+        return _coupled(ends, nodes, outputs, ways)
+    except (RuntimeError, NotImplementedError):  # some functions can be differentiated but once
+        return max(_coupled_backwards(ends, outputs, half) for half in ways)
+
+
+def _coupled(
+    ends: list[list[GradientEdge]],
+    nodes: list[tuple[Any, int]],
+    outputs: list[tuple[GradientEdge, int]],
+    ways: list[Tensor],
+) -> float:
+    """Move the outputs of one half, then of the other, and see which terms answer.
+
+    The change of the terms, J w, is the derivative of wᵀ(Jᵀ v) with respect to v: two passes of ordinary autograd.
+    """
+    flat = [edge for edges in ends for edge in edges]
+    probes = [_zeros(edge).requires_grad_() for edge in flat]
+    edges = [edge for edge, _ in outputs]
+    back = torch.autograd.grad(flat, edges, probes, create_graph=True, allow_unused=True)
+    largest = 0.0
+    for half in ways:
+        answers = []
+        for which in (half, ~half):
+            moved = [
+                (gradient * _weights(gradient)).index_select(axis, which.nonzero()[:, 0].to(gradient.device)).sum()
+                for gradient, (_, axis) in zip(back, outputs, strict=True)
+                if gradient is not None and gradient.requires_grad
+            ]
+            if not moved:
+                return 0.0
+            total = torch.stack([each.double() for each in moved]).sum()
+            answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
+        position = 0
+        for (node, index), own in zip(nodes, ends, strict=True):
+            parts = [answer[position : position + len(own)] for answer in answers]
+            first, second = (_sizes(part, kind_of(node) if index < 0 else "") for part in parts)
+            position += len(own)
+            if first is not None and second is not None and first.shape == second.shape:
+                largest = max(largest, _shared(first, second))
+    return largest
+
+
+def _shared(first: Tensor, second: Tensor) -> float:
+    """Return the largest part that the weaker of two influences has in an entry."""
+    small, large = torch.minimum(first, second), torch.maximum(first, second)
+    share = torch.where((small > 0) & large.isfinite(), small / large, 0)
+    return float(share.max()) if share.numel() else 0.0
+
+
+def _sizes(answers: Sequence[Tensor | None], fused: str) -> Tensor | None:
+    """Return how strongly each term answers; what goes into a fused loss together is one term."""
+    parts = [each for each in answers if each is not None]
+    if not parts:
+        return None
+    shapes = {part.shape for part in parts}
+    if len(shapes) > 1:
+        return None
+    sizes = torch.stack([part.detach().abs().double() for part in parts]).sum(0)
+    return sizes.flatten(1).sum(1) if fused.startswith(_BY_ROW) and sizes.dim() == 2 else sizes
+
+
+def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[GradientEdge, int]], half: Tensor) -> float:
+    """Go the other way: what flows back from one half of a tensor's rows may not meet what flows back from the rest."""
+    largest = 0.0
+    for edge in [edge for edges in ends for edge in edges]:
+        size = _edge_shape(edge)
+        if not size or size[0] != len(half):
+            continue
+        reached = []
+        for which in (half, ~half):
+            cotangent = _zeros(edge)
+            cotangent[which.to(cotangent.device)] = 1.0
+            cotangent *= _weights(cotangent)
+            back = torch.autograd.grad(
+                [edge], [each for each, _ in outputs], [cotangent], retain_graph=True, allow_unused=True
+            )
+            rows = [
+                gradient.detach().abs().double().movedim(axis, 0).flatten(1).sum(1)
+                for gradient, (_, axis) in zip(back, outputs, strict=True)
+                if gradient is not None
+            ]
+            reached.append(torch.stack(rows).sum(0) if rows else torch.zeros(len(half)))
+        largest = max(largest, _shared(*reached))
+    return largest
+
+
+def _edges(node: Any, index: int) -> list[GradientEdge]:
+    pairs = children_of(node) if index < 0 else [(node, index)]
+    return [GradientEdge(each, number) for each, number in pairs if _is_floating(each, number)]
+
+
+def _is_floating(node: Any, index: int) -> bool:
+    metadata = node._input_metadata
+    return index < len(metadata) and metadata[index].dtype.is_floating_point
+
+
+def _edge_shape(edge: GradientEdge) -> tuple[int, ...]:
+    return shape_of(edge.node, edge.output_nr)
+
+
+def _axes(sizes: Sequence[int], rows: int) -> list[int]:
+    """Return where the examples can be."""
+    return [axis for axis, size in enumerate(sizes[:2]) if size == rows]
+
+
+def _zeros(edge: GradientEdge) -> Tensor:
+    node: Any = edge.node
+    metadata = node._input_metadata[edge.output_nr]
+    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+
+
+def _weights(part: Tensor) -> Tensor:
+    weights = torch.arange(1.0, part.numel() + 1, device=part.device).cos().reshape(part.shape)
+    return weights.to(part.dtype)

@@ -1,0 +1,1 @@
+"""Commands about the price: epsilon, calibrate, audit."""

@@ -1,0 +1,249 @@
+"""``dphero compare``: methods, budgets, seeds and settings side by side."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dphero.cli._channels import ChannelsOption
+from dphero.cli._console import console, say, table
+from dphero.cli._paths import folder
+from dphero.cli._trust import TrustOption
+from dphero.cli.privacy._dataset_size import DatasetSizeOption, size_of
+from dphero.cli.privacy._price import JsonOption
+
+if TYPE_CHECKING:
+    from dphero.experiments.comparison.plan import Planned
+    from dphero.experiments.comparison.sweep import Standing
+    from dphero.experiments.comparison.table import Row
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("compare")(compare)
+
+
+def compare(
+    data: Annotated[
+        str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Separated by commas (dphero methods); dp-sgd,dp-hero unless given.")
+    ] = None,
+    epsilons: Annotated[str | None, typer.Option(help="Privacy losses allowed, separated by commas.")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="How many runs of each kind (seeds 0, 1, …), or which seeds: 4,7. 3 unless given."),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,…",
+            help="Values of anything in the recipe, options.NAME for an option of a method; may be repeated.",
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
+    delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
+    lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    dataset_size: DatasetSizeOption = None,
+    channels: ChannelsOption = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            parser=folder, metavar="FOLDER", help="Where to keep it all; a new folder under comparisons/ unless given."
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(parser=folder, metavar="FOLDER", help="Go on with a comparison that was stopped.")
+    ] = None,
+    trust: TrustOption = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" starts one here.')
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train by several methods, at several budgets, with several seeds; print one table and draw the curves."""
+    settings = {
+        "data": data,
+        "model": model,
+        "delta": delta,
+        "lot": lot,
+        "epochs": epochs,
+        "dataset_size": size_of(dataset_size),
+        "channels": channels,
+        "device": device,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name, text in (("--epsilons", epsilons), ("--seeds", seeds)):
+        if text is not None and not _words(text):
+            raise ValueError(f"{name} is empty: give values separated by commas, or leave it out")
+    if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
+        raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(stderr=True), speed_estimate_period=600) as bar:
+        overall = bar.add_task("Planning", total=None, figures="")
+        from dphero import experiments  # torch takes seconds: something should be seen before it
+        from dphero.experiments.comparison import compare as comparing
+        from dphero.experiments.comparison import plan as plans
+        from dphero.methods import recipe as recipes
+
+        directory: Path | None = None
+        plan: list[Planned] = []
+        try:
+            if resume is not None:
+                directory, plan = resume, plans.load_plan(resume, trust=trust)
+            else:
+                in_file = recipes.load(recipe) if recipe else {}
+                recipes.require_trust(in_file, recipe or "", trust, instead=given)
+                plan = _plan([in_file, given], methods, epsilons, seeds, vary)
+                directory = out or _new_folder(plan)
+            rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Display(bar, overall))
+        except experiments.Interrupted as error:
+            bar.stop()
+            say(f"dphero: {error}; go on with: dphero compare --resume {directory}{_trust(plan)}")
+            raise typer.Exit(130) from error
+        except KeyboardInterrupt as error:
+            bar.stop()
+            where = f"; go on with: dphero compare --resume {directory}{_trust(plan)}" if directory else ""
+            say(f"dphero: stopped at once; runs at work keep their last checkpoint{where}")
+            raise typer.Exit(130) from error
+        bar.update(overall, description="Done")
+    if as_json:
+        _print_json(rows, directory)
+    else:
+        _show(rows, directory, _trust(plan))
+    if any(row.failed for row in rows):
+        raise typer.Exit(1)
+
+
+def _plan(
+    layers: list[dict[str, Any]], methods: str | None, epsilons: str | None, seeds: str | None, vary: list[str] | None
+) -> list[Planned]:
+    """Turn what was written on the command line into a plan that can be carried out."""
+    from dphero.experiments.comparison import grid
+
+    in_file = [str(layer["method"]) for layer in layers if "method" in layer]
+    plan = grid.grid(
+        *layers,
+        methods=_words(methods) if methods is not None else in_file[-1:] or ["dp-sgd", "dp-hero"],
+        epsilons=[_number("--epsilons", word) for word in _words(epsilons or "")],
+        seeds=_seeds(seeds or "3"),
+        vary=grid.parse_variations(vary or []),
+    )
+    grid.check(plan)
+    return plan
+
+
+class _Display:
+    """Shows a sweep as bars: one for all runs, one for each run at work."""
+
+    def __init__(self, bar: Progress, overall: Any) -> None:
+        self._bar, self._overall = bar, overall
+        self._tasks: dict[str, Any] = {}
+        self._failed: set[str] = set()
+
+    def __call__(self, standing: Standing) -> None:
+        bar = self._bar
+        left = standing.runs - len(standing.done) - len(standing.failed) - len(standing.running)
+        figures = f"{len(standing.done)} of {standing.runs} done, {len(standing.running)} running, {left} waiting"
+        if standing.failed:
+            figures += f", {len(standing.failed)} failed"
+        bar.update(
+            self._overall, description="All runs", completed=standing.completed, total=standing.runs, figures=figures
+        )
+        for name in set(self._tasks) - set(standing.running):
+            bar.remove_task(self._tasks.pop(name))
+        for name, state in standing.running.items():
+            if name not in self._tasks:
+                self._tasks[name] = bar.add_task(f"  {name}", total=None, figures="starting")
+            if state.get("steps"):
+                bar.update(
+                    self._tasks[name], completed=state["step"], total=state["steps"], figures=_run_figures(state)
+                )
+        for name in set(standing.failed) - self._failed:
+            self._failed.add(name)
+            bar.console.print(f"{name} failed: {standing.failed[name]}")
+
+
+def _run_figures(state: Any) -> str:
+    parts = [f"step {state['step']} of {state['steps']}"]
+    if state.get("accuracy") is not None:
+        parts.append(f"accuracy {state['accuracy']:.2%}")
+    if state.get("epsilon") is not None:
+        parts.append(f"ε {state['epsilon']:.3g}")
+    return "  ".join(parts)
+
+
+def _new_folder(plan: list[Planned]) -> Path:
+    """Return a name under comparisons/ that tells what and when, and is free."""
+    data = Path(plan[0].recipe.data.replace(":", "-")).stem
+    stem = f"{data}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
+    return next(path for path in (Path("comparisons") / name for name in names) if not path.exists())
+
+
+def _print_json(rows: list[Row], directory: Path) -> None:
+    from dphero.experiments.comparison.table import as_dicts, notes
+    from dphero.experiments.runs.files import to_json
+
+    typer.echo(to_json({"comparison": str(directory), "rows": as_dicts(rows), "notes": notes(rows)}))
+
+
+def _show(rows: list[Row], directory: Path, trust: str) -> None:
+    """Print table, methods and notes for people."""
+    from dphero.experiments.comparison.table import cells, method_cells, notes
+
+    screen = console()
+    for headings, texts in (cells(rows), method_cells(rows)):
+        shown = table(*headings)
+        for line in texts:
+            shown.add_row(*line, style="red" if "UNSOUND AS PUBLISHED" in line else None)
+        screen.print(shown)
+    for note in notes(rows):
+        screen.print(f"- {note}")
+    for row in rows:
+        for name, error in row.errors.items():
+            screen.print(f"{name} failed: {error}", style="red")
+    if any(row.errors for row in rows):
+        screen.print(f"Try the failed runs again with: dphero compare --resume {directory}{trust}")
+    screen.print(f"Tables, plots and runs are in {directory}.")
+
+
+def _trust(plan: list[Planned]) -> str:
+    """What has to be added to a command that goes on with a plan."""
+    from dphero.methods.recipe import code_named
+
+    return " --trust" if any(code_named(planned.recipe.as_dict()) for planned in plan) else ""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} takes numbers separated by commas, got {text!r}") from None
+
+
+def _seeds(text: str) -> list[int]:
+    words = _words(text)
+    if not words or not all(word.isdecimal() for word in words) or text.strip() == "0":
+        raise ValueError(f"--seeds takes a number of seeds, or seeds separated by commas, got {text!r}")
+    return list(map(int, words)) if "," in text else list(range(int(words[0])))

@@ -1,0 +1,1 @@
+"""Where public data sets come from, and where they are kept."""

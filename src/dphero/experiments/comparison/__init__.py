@@ -1,0 +1,1 @@
+"""Many runs: plan them, share them out, gather them in a table."""

@@ -1,0 +1,1 @@
+"""One run: its directory, its training, its predictions."""

@@ -1,0 +1,1 @@
+"""One client: its rounds, its budget, its ledger on disk."""

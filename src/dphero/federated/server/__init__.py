@@ -1,0 +1,1 @@
+"""The server: rounds, strategies, statement."""

@@ -1,0 +1,1 @@
+"""FedFed's shared data set."""

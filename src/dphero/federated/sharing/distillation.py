@@ -1,0 +1,140 @@
+"""FedFed's globally shared data set D^s: what each client gives to it, and what that costs.
+
+=======================  ==============================================================================================
+``generated``            images drawn from a generator that was trained with DP: post-processing, nothing further to pay
+``distilled``            FedFed's idea, priced: x_p = x − q(x), clipped for each image, with noise of its own, twice,
+                         and the label noised along; q trained with DP; all of it charged
+``distilled-published``  FedFed as published: x_p unclipped, one noise for a batch of images, labels in the clear, q
+                         trained without privacy. ε = ∞; for study, with consent
+=======================  ==============================================================================================
+
+``distilled`` releases one vector for each record: (clip_R(x_p) / R, one-hot label), of length √2 at most, plus √2 σ z.
+A record has a slot of its own among a public number of slots; an empty slot is released, too, as noise. So adding or
+removing a record changes one vector by at most √2: a Gaussian release of multiplier σ, made twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from dphero.accounting import Gaussian, Ledger, NoNoise, PoissonGaussian, calibrate_noise_multiplier, price
+from dphero.data import Data, Split
+from dphero.federated.settings import Federation
+from dphero.federated.sharing.generator import generator_steps, rows_of, train_generator
+from dphero.methods.recipe import Recipe
+from dphero.noise import FastNoise, SecureNoise
+
+__all__ = ["share"]
+
+_SLOTS = 200  # images that a client gives, of each copy
+_REACH = 1.0  # R: the longest x_p that is given in full, in units of pixels, which lie between -1 and 1
+_PUBLISHED = (0.15, 0.25)  # FedFed's two noises
+_BATCH = 64  # images that have one noise in common there
+
+
+def share(
+    data: Data, records: int, recipe: Recipe, federation: Federation, earlier: Ledger, seed: int | None
+) -> tuple[Split, Ledger]:
+    """Return what a client gives to the shared data set, and what that released.
+
+    Args:
+        data: Its private examples.
+        records: Their public number.
+        recipe: For ε (of which the federation's ``sharing_budget`` may be spent here) or σ.
+        federation: Says how to share.
+        earlier: What left the client before.
+        seed: Makes it repeatable; ``None`` draws fresh randomness.
+    """
+    lot = min(recipe.lot, records)
+    if federation.shared == "distilled-published":
+        return _published(data, records, lot)
+    rate, steps = lot / records, generator_steps(records, lot)
+    distilled = federation.shared == "distilled"
+    training, giving = _noise_multipliers(recipe, federation, earlier, rate, steps, distilled)
+    model, released = train_generator(
+        data.train, len(data.classes), records=records, lot=lot, noise_multiplier=training, seed=seed
+    )
+    if not distilled:
+        labels = torch.arange(_SLOTS) % len(data.classes)
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)  # of the images: nothing secret
+        return _as_images(model.draw(labels, generator), labels, data), released
+    rows = rows_of(data.train, len(data.classes))[:_SLOTS]
+    sensitive = rows[:, : model.size] - model.remember(rows)
+    reach = _REACH * (1 - 1e-6)  # lengths are rounded
+    sensitive *= (reach / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+    slots = torch.zeros(min(_SLOTS, records), rows.shape[1], dtype=torch.float64)
+    given = torch.cat([sensitive / _REACH, rows[:, model.size :]], 1).double()[: len(slots)]
+    slots[: len(given)] = given
+    copies = []
+    source = SecureNoise() if seed is None else FastNoise(seed ^ 0xFEDFED)
+    for number in range(2):
+        noisy = torch.empty_like(slots)
+        released.record(Gaussian(giving))
+        source.fill([noisy], giving * math.sqrt(2), number, bound_to=[slots])
+        copies.append((slots + noisy).float())
+    both = torch.cat(copies)
+    return _as_images(_REACH * both[:, : model.size], both[:, model.size :].argmax(1), data), released
+
+
+def _published(data: Data, records: int, lot: int) -> tuple[Split, Ledger]:
+    """Give what FedFed's code gives."""
+    model, ledger = train_generator(
+        data.train, len(data.classes), records=records, lot=lot, noise_multiplier=None, seed=None
+    )
+    rows = rows_of(data.train, len(data.classes))[:_SLOTS]
+    sensitive = rows[:, : model.size] - model.remember(rows)
+    copies = []
+    for scale in _PUBLISHED:
+        parts = [part + scale * torch.randn(part.shape[1]) for part in sensitive.split(_BATCH)]
+        copies.append(torch.cat(parts))
+    ledger.record(NoNoise())  # labels in the clear, and r(a) − r(b) without noise within a batch
+    labels = data.train.labels[:_SLOTS].repeat(2)
+    return _as_images(torch.cat(copies), labels, data), ledger
+
+
+def _as_images(pixels: torch.Tensor, labels: torch.Tensor, data: Data) -> Split:
+    return Split(pixels.reshape(len(pixels), *data.train.images.shape[1:]).float().contiguous(), labels)
+
+
+def _noise_multipliers(
+    recipe: Recipe, federation: Federation, earlier: Ledger, rate: float, steps: int, distilled: bool
+) -> tuple[float, float]:
+    """Return σ of the generator's training, and σ of what is given (if anything is given but its images)."""
+    if recipe.epsilon is None:
+        if recipe.noise_multiplier is None:
+            raise ValueError(
+                f"what clients give to the shared set (--shared {federation.shared}) gets noise: give --epsilon or "
+                "--noise-multiplier, and a private --method"
+            )
+        return recipe.noise_multiplier, recipe.noise_multiplier
+    budget = recipe.epsilon * federation.sharing_budget
+    part = budget / 2 if distilled else budget
+    training = calibrate_noise_multiplier(part, recipe.delta, rate, steps, recipe.accountant, besides=earlier)
+    if not distilled:
+        return training, training
+
+    def cost(sigma: float) -> float:
+        ledger = earlier.copy()
+        ledger.record(PoissonGaussian(rate, training), steps)
+        ledger.record(Gaussian(sigma), 2)
+        return price(ledger, recipe.delta, recipe.accountant).epsilon
+
+    return training, _smallest(cost, budget)
+
+
+def _smallest(cost: Callable[[float], float], budget: float) -> float:
+    """Return a noise multiplier that costs at most the budget, at most 1 % above the smallest."""
+    high = 1.0
+    while cost(high) > budget:
+        high *= 2
+    low = high / 2
+    while cost(low) <= budget and low > 1e-3:
+        high, low = low, low / 2
+    while high / low > 1.01:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if cost(middle) <= budget else (middle, high)
+    return high

@@ -1,0 +1,1 @@
+"""Methods that train through the engine."""

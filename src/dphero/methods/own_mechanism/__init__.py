@@ -1,0 +1,1 @@
+"""Methods with a mechanism of their own, and its price."""
