@@ -418,7 +418,7 @@ def test_any_two_examples_are_told_apart_in_time() -> None:
 
 def test_the_measure_of_company_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where terms are told apart by first derivatives, second ones see it too; but not the other way round."""
-    monkeypatch.setattr(loss_check, "company", lambda *_: 0.0)
+    monkeypatch.setattr(loss_check, "coupling_strength", lambda *_: 0.0)
     monkeypatch.setattr(loss_check, "coupling", lambda *_: 0.0)
     for loss in MEETING.values():
         check(loss, "mean", CLASSIFIER, X)

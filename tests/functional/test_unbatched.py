@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.batch_axis.axis import Layout, compare_shapes
+from dphero.batch_axis.axis import BatchAxis, compare_shapes
 from dphero.functional import dispatch as meetings
 from dphero.functional import rules as readings
 from dphero.functional import unbatched as shared
@@ -329,26 +329,26 @@ def test_a_broken_rule_is_found_out(broken: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("first", "second", "layout"),
     [
-        ((5, 3), (7, 3), Layout(0)),
-        ((3, 5), (3, 7), Layout(1)),
-        ((20, 3), (28, 3), Layout(0, 4)),
-        ((2, 10), (2, 14), Layout(1, 2)),
-        ((5, 5), (5, 5), Layout(None)),
-        ((), (), Layout(None)),
+        ((5, 3), (7, 3), BatchAxis(0)),
+        ((3, 5), (3, 7), BatchAxis(1)),
+        ((20, 3), (28, 3), BatchAxis(0, 4)),
+        ((2, 10), (2, 14), BatchAxis(1, 2)),
+        ((5, 5), (5, 5), BatchAxis(None)),
+        ((), (), BatchAxis(None)),
         ((5, 5), (7, 7), None),
         ((6, 3), (8, 3), None),
         ((5, 3), (7,), None),
         ((5,), (14,), None),
     ],
 )
-def test_layouts_are_read_off_two_shapes(first: tuple, second: tuple, layout: Layout | None) -> None:
+def test_layouts_are_read_off_two_shapes(first: tuple, second: tuple, layout: BatchAxis | None) -> None:
     assert compare_shapes(torch.Size(first), torch.Size(second), 5, 7) == layout
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (3, 6), (2, 6, 4)])
 def test_rows_and_examples_of_a_layout(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
-    layout = Layout(shape.index(6), 2)
+    layout = BatchAxis(shape.index(6), 2)
     rows = layout.rows(tensor)
     assert len(rows) == 6
     for i, part in enumerate(layout.split(tensor, 3)):

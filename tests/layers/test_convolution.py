@@ -14,7 +14,7 @@ from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients import convolution as module
 from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.numerics import buffers as room_module
-from dphero.numerics.buffers import Room
+from dphero.numerics.buffers import ReusableBuffer
 from tests.trainer import training
 
 # stride, padding, dilation, groups: with and without slabs, padded and not
@@ -62,7 +62,7 @@ def test_a_room_lends_its_memory_to_one_borrower_at_a_time(monkeypatch: pytest.M
     class Borrower:
         pass
 
-    room, like, first, second = Room(), torch.zeros(1), Borrower(), Borrower()
+    room, like, first, second = ReusableBuffer(), torch.zeros(1), Borrower(), Borrower()
     one = room.lend(first, like, (2, 50))
     two = room.lend(second, like, (2, 50))
     assert one.data_ptr() != two.data_ptr()  # the first still has it
@@ -78,7 +78,7 @@ def test_a_room_lends_its_memory_to_one_borrower_at_a_time(monkeypatch: pytest.M
 
 
 def test_small_memory_is_left_to_the_allocator() -> None:
-    room = Room()
+    room = ReusableBuffer()
     room.lend(room, torch.zeros(1), (10, 10))
     assert room._memory is None
 
@@ -86,7 +86,7 @@ def test_small_memory_is_left_to_the_allocator() -> None:
 def test_pieces_that_live_together_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer called twice, or gradients kept beyond their piece."""
     monkeypatch.setattr(room_module, "_LARGE", 0)
-    room, shape = Room(), identity((6, 4, 3, 2))
+    room, shape = ReusableBuffer(), identity((6, 4, 3, 2))
     made = []
     for seed in (1, 2):
         _, true, (x, delta) = pair(WAYS[1], seed=seed)

@@ -129,7 +129,7 @@ def test_low_rank_noise_takes_the_short_way_and_the_long_one() -> None:
     for exponent, short in ((0.5, True), (-0.5, False)):
         guidance = PCA(exponent=exponent, floor=0.05, solver="subspace", components=3)
         shape = mechanism(training(wide(), guidance=guidance)).noise_geometry["2.weight"]
-        assert (shape.further(torch.float32) is not None) == short
+        assert (shape.extra_normals(torch.float32) is not None) == short
 
 
 def test_ball_noise_covers_every_direction() -> None:
@@ -283,7 +283,7 @@ def test_sums_become_gradients_only_where_they_own_their_memory() -> None:
     guidance = PCA(exponent=-0.5, exact_up_to=8, components=3)
     shaped = mechanism(training(wide(), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP))
     # where the noise is shaped by a product that is added to it, the sum may lie under it
-    added = {name for name in own if shaped.noise_geometry[name].further(torch.float32) is not None}
+    added = {name for name in own if shaped.noise_geometry[name].extra_normals(torch.float32) is not None}
     assert added and shaped._becoming_gradients(own, shaped._further()[1]).keys() == added != own.keys()
 
 

@@ -45,7 +45,7 @@ def test_calls_meet(way: str, threads: int) -> None:
 
     for _ in range(3):
         seen.clear()
-        team.together(work, threads)
+        team.run_on_torch_threads(work, threads)
         assert sorted(seen) == list(range(threads)) and len(set(seen.values())) == threads
         assert threading.get_ident() in seen.values()
 
@@ -63,7 +63,7 @@ def test_what_goes_wrong_is_raised_when_all_are_done(way: str, bad: int, error: 
         done.append(number)
 
     with pytest.raises(error, match=f"number {bad}"):
-        team.together(work, 2)
+        team.run_on_torch_threads(work, 2)
     assert done == [1 - bad]
 
 
@@ -90,11 +90,11 @@ def test_the_caller_does_its_own_work_alongside(way: str, threads: int, two_thre
             meeting.wait(timeout=30)
         seen.append(("team", number))
 
-    with team.alongside(own):
-        team.together(work, threads)
+    with team.overlap(own):
+        team.run_on_torch_threads(work, threads)
         assert ("own", caller) in seen  # by now
     assert sorted(seen) == [("own", caller), *(("team", number) for number in range(threads))]
-    team.together(lambda number: None, threads)
+    team.run_on_torch_threads(lambda number: None, threads)
     assert len(seen) == 1 + threads  # it was done once
 
 
@@ -102,8 +102,8 @@ def test_one_thread_does_both(way: str) -> None:
     before, seen = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
-        with team.alongside(lambda: seen.append("own")):
-            team.together(lambda number: seen.append(number), 1)
+        with team.overlap(lambda: seen.append("own")):
+            team.run_on_torch_threads(lambda number: seen.append(number), 1)
     finally:
         torch.set_num_threads(before)
     assert seen == ["own", 0]
@@ -111,16 +111,16 @@ def test_one_thread_does_both(way: str) -> None:
 
 def test_work_that_finds_no_team_is_done_at_the_end() -> None:
     seen = []
-    with team.alongside(lambda: seen.append("own")), team.alongside(None):
+    with team.overlap(lambda: seen.append("own")), team.overlap(None):
         seen.append("block")
     assert seen == ["block", "own"]
 
 
 def test_work_beside_what_goes_wrong_is_dropped() -> None:
     seen: list[str] = []
-    with pytest.raises(ValueError, match="block"), team.alongside(lambda: seen.append("own")):
+    with pytest.raises(ValueError, match="block"), team.overlap(lambda: seen.append("own")):
         raise ValueError("block")
-    team.together(lambda number: None, 1)
+    team.run_on_torch_threads(lambda number: None, 1)
     assert seen == []
 
 
@@ -130,8 +130,8 @@ def test_an_error_of_the_own_work_comes_when_the_team_is_done(way: str, two_thre
     def own() -> None:
         raise ValueError("own")
 
-    with pytest.raises(ValueError, match="own"), team.alongside(own):
-        team.together(lambda number: done.extend(todo), 2)
+    with pytest.raises(ValueError, match="own"), team.overlap(own):
+        team.run_on_torch_threads(lambda number: done.extend(todo), 2)
     assert done == list(range(50))
 
 
@@ -140,8 +140,8 @@ def test_the_own_work_may_decompose_matrices(way: str, function: Any, two_thread
     """LAPACK calls together a team of its own for some sizes; here it waited for ever."""
     for size in (6, 24, 64):
         matrix = torch.randn(256, size, dtype=torch.float64)
-        with team.alongside(lambda matrix=matrix: function(matrix)):  # type: ignore[misc]
-            team.together(lambda number: None, 2)
+        with team.overlap(lambda matrix=matrix: function(matrix)):  # type: ignore[misc]
+            team.run_on_torch_threads(lambda number: None, 2)
     assert torch.get_num_threads() == 2
 
 
@@ -155,7 +155,7 @@ def test_an_interrupt_is_not_lost_on_the_way_into_a_call(two_threads: None) -> N
     before, team._enter_region = team._enter_region, Region()
     try:
         with pytest.raises(KeyboardInterrupt):
-            team.together(lambda number: None, 2)
+            team.run_on_torch_threads(lambda number: None, 2)
         noise = torch.zeros(200_000)
         with pytest.raises(KeyboardInterrupt):
             FastNoise(5).fill([noise], 1.0, 0)
@@ -164,7 +164,7 @@ def test_an_interrupt_is_not_lost_on_the_way_into_a_call(two_threads: None) -> N
 
 
 def test_noise_that_is_not_all_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "together", lambda work, threads: None)
+    monkeypatch.setattr(fast, "run_on_torch_threads", lambda work, threads: None)
     with pytest.raises(RuntimeError, match="only 0 of 4 pieces of noise were drawn"):
         FastNoise(5).fill([torch.zeros(400_000)], 1.0, 0)
 
@@ -175,7 +175,7 @@ def test_matrix_products_go_on_afterwards(way: str) -> None:
     try:
         for _ in range(3):
             expected = a @ b
-            team.together(lambda number: None, 2)
+            team.run_on_torch_threads(lambda number: None, 2)
             assert torch.equal(a @ b, expected)
     finally:
         torch.set_num_threads(before)
@@ -190,7 +190,7 @@ def test_what_torch_computes_in_a_call_stays_on_its_thread(way: str, threads: in
         alone.append(torch.get_num_threads() == 1 or _in_region())
 
     try:
-        team.together(work, threads)
+        team.run_on_torch_threads(work, threads)
         assert alone == [True] * threads
         assert torch.get_num_threads() == 2
     finally:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.numerics import buffers as room_module
-from dphero.numerics.buffers import Recycled
+from dphero.numerics.buffers import RefCountedBuffer
 from tests.trainer import network, training
 
 HELD: dict[str, Callable[[Tensor], Any]] = {
@@ -32,7 +32,7 @@ def _even_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_lent_again_once_nobody_has_it() -> None:
-    room, like = Recycled(), torch.zeros(1)
+    room, like = RefCountedBuffer(), torch.zeros(1)
     place = room.lend(like, 5, 7).data_ptr()
     for _ in range(3):
         lent = room.lend(like, 5, 7)
@@ -45,7 +45,7 @@ def test_memory_is_lent_again_once_nobody_has_it() -> None:
 
 @pytest.mark.parametrize("way", HELD)
 def test_memory_that_somebody_has_is_left_to_him(way: str) -> None:
-    room, like = Recycled(), torch.zeros(1)
+    room, like = RefCountedBuffer(), torch.zeros(1)
     lent = room.lend(like, 5, 7)
     place = lent.data_ptr()
     held = HELD[way](lent)
@@ -58,14 +58,14 @@ def test_memory_that_somebody_has_is_left_to_him(way: str) -> None:
 
 def test_memory_that_another_process_may_see_is_not_used_again() -> None:
     """A gradient that was sent to a process of the user's: the next sum, before its noise, would show there."""
-    room, like = Recycled(), torch.zeros(1)
+    room, like = RefCountedBuffer(), torch.zeros(1)
     place = room.lend(like, 5, 7).share_memory_().data_ptr()
     assert room.lend(like, 5, 7).data_ptr() != place
 
 
 def test_small_memory_is_left_to_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room_module, "_SOME", 1 << 20)
-    room = Recycled()
+    room = RefCountedBuffer()
     room.lend(torch.zeros(1), 10, 10)
     assert room._memory is None
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "arrange", "compare_shapes"]
+__all__ = ["BatchAxis", "arrange", "compare_shapes"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchAxis:
     """Where the n examples lie in a tensor.
 
     Attributes:
@@ -44,40 +44,40 @@ class Layout:
         return tensor.unflatten(self.axis, (examples, self.fold)).movedim(self.axis, 0)
 
     @staticmethod
-    def fit(axis: int | None, shape: torch.Size, examples: int) -> Layout | None:
+    def fit(axis: int | None, shape: torch.Size, examples: int) -> BatchAxis | None:
         """Return the layout of a tensor of this shape, its axis being known; ``None`` where it cannot be."""
         if axis is None:
             return _SHARED
         return _fit(axis, shape[axis], examples) if axis < len(shape) else None
 
 
-_SHARED = Layout(None)
+_SHARED = BatchAxis(None)
 
 
 @lru_cache(maxsize=4096)
-def _fit(axis: int, size: int, examples: int) -> Layout | None:
+def _fit(axis: int, size: int, examples: int) -> BatchAxis | None:
     fold, rest = divmod(size, examples) if examples else (0, 0)
-    return Layout(axis, fold) if fold and not rest else None
+    return BatchAxis(axis, fold) if fold and not rest else None
 
 
-def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second: int) -> Layout | None:
+def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second: int) -> BatchAxis | None:
     """Read a layout off the shapes that one tensor had with two batch sizes.
 
     Returns:
         The layout at the first size, or ``None`` where the two shapes fit no layout.
     """
     if first == second:
-        return Layout(None)
+        return BatchAxis(None)
     if len(first) != len(second):
         return None
     differing = [axis for axis, sizes in enumerate(zip(first, second, strict=True)) if sizes[0] != sizes[1]]
     if len(differing) != 1:
         return None
-    layout, other = Layout.fit(differing[0], first, n_first), Layout.fit(differing[0], second, n_second)
+    layout, other = BatchAxis.fit(differing[0], first, n_first), BatchAxis.fit(differing[0], second, n_second)
     return layout if layout == other else None
 
 
-def arrange(values: Sequence[Any], layouts: Sequence[Layout], examples: int | None = None) -> list[Any]:
+def arrange(values: Sequence[Any], layouts: Sequence[BatchAxis], examples: int | None = None) -> list[Any]:
     """Bring tensors into the form from which pieces are made, in single precision at least.
 
     (Norms and sums are computed by different operations, and must agree also where the model runs in a shorter format.)

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dphero.batch_axis.axis import Layout
+from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.call_site import Place
 
-__all__ = ["Axes", "Call", "Key", "Notes", "Plan", "Recording", "Seen", "Traced", "Unforeseen"]
+__all__ = ["Axes", "AxisPlan", "AxisTrace", "Call", "Key", "Notes", "Traced", "TracedCall", "Unforeseen"]
 
 Key = tuple[str, str, Place]
 Call = tuple[Key, int]
@@ -50,11 +50,11 @@ class Notes(Protocol):
 
     def layouts(
         self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
-    ) -> list[Layout]:
+    ) -> list[BatchAxis]:
         """Return where the examples lie in the tensors of this call."""
 
 
-class Plan:
+class AxisPlan:
     """Where the tensors of each call carry the examples.
 
     Calls under one key that are all alike may come in any number (one per time step, say); others must come exactly as
@@ -80,16 +80,16 @@ class Plan:
         self._known: dict[Key, list[Axes]] = {}
         for (key, _), axes in calls.items():
             self._known.setdefault(key, []).append(axes)
-        self._answers: dict[tuple[Axes | None, tuple[torch.Size, ...], int], list[Layout]] = {}
+        self._answers: dict[tuple[Axes | None, tuple[torch.Size, ...], int], list[BatchAxis]] = {}
         self._varied = {key: len(axes) for key, axes in self._known.items() if len(set(axes)) > 1}
 
-    def joined(self, other: Plan) -> Plan:
+    def joined(self, other: AxisPlan) -> AxisPlan:
         """Return the plan that also knows what another one knows, which prevails."""
         replaced = {key for key, _ in other.calls}
         calls = {call: axes for call, axes in self.calls.items() if call[0] not in replaced}
         arguments = [pair for pair in self.arguments if pair not in other.arguments] + other.arguments
         independent = self.examples_independent and other.examples_independent
-        return Plan(calls | other.calls, arguments, independent, self.written | other.written)
+        return AxisPlan(calls | other.calls, arguments, independent, self.written | other.written)
 
     def axes(self, structure: Any, leaves: Sequence[Any], rows: int) -> Sequence[int | None] | None:
         """Return where these arguments carry the examples, if they do so as earlier ones did."""
@@ -119,7 +119,7 @@ class Plan:
 
     def layouts(
         self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
-    ) -> list[Layout]:
+    ) -> list[BatchAxis]:
         shapes = tuple([tensor.shape for tensor in (*outputs, *inputs)])
         axes = self.next(key)
         self._counter[key] += 1
@@ -132,12 +132,12 @@ class Plan:
         return found
 
 
-def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) -> list[Layout]:
+def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) -> list[BatchAxis]:
     """Return where tensors of these shapes carry the examples, if they do so in these axes."""
     if axes is None or len(axes) != len(shapes):
         raise Unforeseen(f"{call} made a call that it had not made when it was examined")
     fits = [
-        Layout.fit(axis, shape, rows) if len(shape) == dimensions else None
+        BatchAxis.fit(axis, shape, rows) if len(shape) == dimensions else None
         for (dimensions, axis, _), shape in zip(axes, shapes, strict=True)
     ]
     layouts = [
@@ -151,15 +151,15 @@ def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) 
 
 
 @dataclass
-class Seen:
+class TracedCall:
     """One call, as it was recorded: the label of its module, its tensors' shapes, what was assumed of the outputs."""
 
     label: str
     shapes: list[torch.Size]
-    assumed: list[Layout]
+    assumed: list[BatchAxis]
 
 
-class Recording:
+class AxisTrace:
     """Notes the calls of one forward pass at one batch size.
 
     Args:
@@ -170,7 +170,7 @@ class Recording:
 
     def __init__(self, rows: int, hints: Mapping[Call, Axes]) -> None:
         self.rows = rows
-        self.calls: dict[Call, Seen] = {}
+        self.calls: dict[Call, TracedCall] = {}
         self.trace: dict[Traced, Tensor] = {}
         """Outputs in the order in which they came."""
         self._hints = hints
@@ -188,7 +188,7 @@ class Recording:
 
     def layouts(
         self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
-    ) -> list[Layout]:
+    ) -> list[BatchAxis]:
         call, tensors = (key, self._counter[key]), [*outputs, *inputs]
         self._counter[key] += 1
         axes = self._hints.get(call, ())
@@ -196,9 +196,10 @@ class Recording:
             layouts = [self._guess(tensor) for tensor in tensors]
         else:
             layouts = [
-                Layout.fit(axis, t.shape, rows) or Layout(None) for (_, axis, _), t in zip(axes, tensors, strict=True)
+                BatchAxis.fit(axis, t.shape, rows) or BatchAxis(None)
+                for (_, axis, _), t in zip(axes, tensors, strict=True)
             ]
-        self.calls[call] = Seen(label, [tensor.shape for tensor in tensors], layouts[: len(outputs)])
+        self.calls[call] = TracedCall(label, [tensor.shape for tensor in tensors], layouts[: len(outputs)])
         for output in outputs:
             self.note(label, output, key)
         return layouts
@@ -208,8 +209,8 @@ class Recording:
         self.trace[label, key, self._noted[label, key]] = output.detach()
         self._noted[label, key] += 1
 
-    def _guess(self, tensor: Tensor) -> Layout:
+    def _guess(self, tensor: Tensor) -> BatchAxis:
         for axis, size in enumerate(tensor.shape):
             if size == self.rows:
-                return Layout(axis)
-        return (Layout.fit(0, tensor.shape, self.rows) if tensor.dim() else None) or Layout(None)
+                return BatchAxis(axis)
+        return (BatchAxis.fit(0, tensor.shape, self.rows) if tensor.dim() else None) or BatchAxis(None)

@@ -2,7 +2,7 @@
 
 The model is run at two batch sizes and in different company, to settle these questions:
 
-* Where does each tapped tensor carry the examples? (:class:`~dphero.batch_axis.axis.Layout`: read off the shapes at
+* Where does each tapped tensor carry the examples? (:class:`~dphero.batch_axis.axis.BatchAxis`: read off the shapes at
   both sizes, so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
 * Does each row depend on its own example alone, and its gradient? A model that mixes examples (batch statistics in
   any disguise, a contrast that it returns as its loss) cannot be made private.
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from dphero.batch_axis.arguments import Arguments
-from dphero.batch_axis.axis import Layout, compare_shapes
-from dphero.batch_axis.plan import Axes, Call, Plan, Recording, Traced
+from dphero.batch_axis.axis import BatchAxis, compare_shapes
+from dphero.batch_axis.plan import Axes, AxisPlan, AxisTrace, Call, Traced
 from dphero.checks.gradient_check import gradient_norms, rehearse
 from dphero.functional.unbatched import NoSharedRule, plain
 from dphero.functional.vmap import vmapped
@@ -81,14 +81,14 @@ class _Run:
         random: Whether it drew random numbers.
     """
 
-    recording: Recording
+    recording: AxisTrace
     returned: list[torch.Size]
     values: list[Tensor]
     written: dict[str, Tensor]
     random: bool
 
 
-def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Plan:
+def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> AxisPlan:
     """Examine a model on its first batch.
 
     Args:
@@ -184,7 +184,7 @@ class _Examination:
             for path, child in taps.module.named_modules()
         }
 
-    def run(self) -> Plan:
+    def run(self) -> AxisPlan:
         """Return the plan, or raise what stands against private training.
 
         Where examples seem to meet inside a module, it may be that it sorts their tokens and puts them back (a mixture
@@ -212,7 +212,7 @@ class _Examination:
                     problem = next(iter(suspected.values()))
             raise problem
 
-    def _attempt(self) -> Plan:
+    def _attempt(self) -> AxisPlan:
         rows = self._batch.different_rows()
         mixed = [[rows[i % len(rows)] for i in range(size)] for size in _SIZES]
         for _ in range(_ROUNDS):
@@ -222,10 +222,10 @@ class _Examination:
                 self.carrying = _carrying(small, large)
                 if len(rows) > 1:
                     self._compare(rows, mixed, small, large)
-                plan = Plan(calls, [self._batch.way], len(rows) > 1, small.written)
+                plan = AxisPlan(calls, [self._batch.way], len(rows) > 1, small.written)
                 for row in self._unlike:
                     others, run, _ = self._settle([[row] * size for size in _SIZES])
-                    plan = plan.joined(Plan(others, [self._batch.way], True, run.written))
+                    plan = plan.joined(AxisPlan(others, [self._batch.way], True, run.written))
                 for batch in (mixed[0], *([row] * _SIZES[0] for row in self._unlike)):
                     rehearse(self._taps, plan, self._untouched, self._batch.take(batch), _SIZES[0], random=small.random)
                 if len(rows) > 1:
@@ -240,7 +240,7 @@ class _Examination:
 
     def _record(self, rows: Sequence[int], *, training: bool = True, seed: int | None = None) -> _Run:
         """Run the model on these rows and note all that is to be compared."""
-        recording = Recording(len(rows), self._hints)
+        recording = AxisTrace(len(rows), self._hints)
 
         def note(child: nn.Module, _: Any, out: Any) -> None:
             if any(site.rule is vmapped for site in self._taps.stack):
@@ -344,7 +344,7 @@ class _Examination:
             _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
 
     def _compare_companies(
-        self, rows: list[int], small: _Run, layouts: Mapping[Traced, Layout | None], seed: int | None = None
+        self, rows: list[int], small: _Run, layouts: Mapping[Traced, BatchAxis | None], seed: int | None = None
     ) -> None:
         """Check that each example gives the same as among copies of itself."""
         for position, row in enumerate(rows):
@@ -372,7 +372,7 @@ class _Examination:
                     error.inside = key[1][0] if key[1] is not None and key[1][1] else None
                     raise
 
-    def _compare_gradients(self, plan: Plan, rows: list[int], mixed: list[int], random: bool) -> None:
+    def _compare_gradients(self, plan: AxisPlan, rows: list[int], mixed: list[int], random: bool) -> None:
         """Check that each example's gradient is what it is among copies of itself: they may meet on the way back.
 
         Outputs are looked at one by one: beside large logits, a small term over the whole batch would not be noticed.
@@ -388,7 +388,7 @@ class _Examination:
             if group[0] in others:
                 self._compare_values(group[0], rows, mixed, random)
 
-    def _norms(self, plan: Plan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
+    def _norms(self, plan: AxisPlan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
         call = self._batch.take(rows)
         return gradient_norms(self._taps, plan, self._untouched, call, len(rows), self.carrying, only)
 

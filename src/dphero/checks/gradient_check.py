@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dphero.batch_axis.plan import Plan, Unforeseen
+from dphero.batch_axis.plan import AxisPlan, Unforeseen
 from dphero.functional.custom import custom_code_followed
-from dphero.functional.unbatched import Shared, plain
+from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
 from dphero.hooks.snapshot import Untouched
@@ -34,7 +34,7 @@ _SHORT_TOLERANCE = 0.2
 """In bfloat16 and float16."""
 
 
-def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows: int, *, random: bool) -> None:
+def rehearse(taps: Taps, plan: AxisPlan, untouched: Untouched, call: Arguments, rows: int, *, random: bool) -> None:
     """Run one backward pass through the taps, and check what it finds.
 
     Args:
@@ -59,7 +59,7 @@ def rehearse(taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows
 
 def gradient_norms(
     taps: Taps,
-    plan: Plan,
+    plan: AxisPlan,
     untouched: Untouched,
     call: Arguments,
     rows: int,
@@ -86,7 +86,14 @@ def gradient_norms(
 
 
 def _compare(
-    taps: Taps, plan: Plan, untouched: Untouched, call: Arguments, rows: int, *, training: bool, random: bool = False
+    taps: Taps,
+    plan: AxisPlan,
+    untouched: Untouched,
+    call: Arguments,
+    rows: int,
+    *,
+    training: bool,
+    random: bool = False,
 ) -> None:
     owners = {name: site.label for site in taps.sites for name in site.names.values()}
     parameters = _parameters(taps)
@@ -98,7 +105,9 @@ def _compare(
         if not training:
             taps.module.eval()
         expected_out = _floats(taps.root_forward(*call[0], **call[1]))
-        objective = _objective([y for x, y in zip(out, expected_out, strict=True) if not isinstance(x, Shared)])
+        objective = _objective(
+            [y for x, y in zip(out, expected_out, strict=True) if not isinstance(x, UnbatchedTensor)]
+        )
         expected = {} if objective is None else _gradients(objective, parameters)
     short = any(value.dtype in (torch.float16, torch.bfloat16) for value in (*parameters.values(), *expected_out))
     tolerance = _SHORT_TOLERANCE if short else _TOLERANCE
@@ -132,7 +141,7 @@ def _parameters(taps: Taps) -> dict[str, nn.Parameter]:
 
 def _tapped(
     taps: Taps,
-    plan: Plan,
+    plan: AxisPlan,
     call: Arguments,
     rows: int,
     parameters: Mapping[str, nn.Parameter],
@@ -146,7 +155,7 @@ def _tapped(
     bends = [*curved, *[False] * (len(out) - len(curved))]
     bent = [each * (1 + each / 2) if bend else each for each, bend in zip(out, bends, strict=True)]
     chosen = bent if only is None else [bent[number] for number in only if number < len(bent)]
-    objective = _objective([value for value in chosen if not isinstance(value, Shared)])
+    objective = _objective([value for value in chosen if not isinstance(value, UnbatchedTensor)])
     before, taps.tape = taps.tape, tape
     try:
         if objective is not None:

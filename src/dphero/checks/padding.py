@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.plan import Unforeseen
-from dphero.functional.unbatched import Shared, plain
+from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
 from dphero.hooks.snapshot import Untouched
@@ -165,7 +165,7 @@ class _Gradients:
             parts = [
                 _number(_common(out, shapes[place], left=left))
                 for place, out in enumerate(outs)
-                if place in shapes and out.requires_grad and not isinstance(out, Shared)
+                if place in shapes and out.requires_grad and not isinstance(out, UnbatchedTensor)
             ]
             before, taps.tape = taps.tape, tape
             try:

@@ -34,7 +34,7 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
         ValueError: If a row's output depends on the rows beside it, or parameters or buffers are written.
     """
     plain = rows.new_zeros(rows.shape[1:])
-    company = torch.cat([rows, torch.stack([plain, plain + 1]).to(rows.dtype)])  # never all alike
+    coupling_strength = torch.cat([rows, torch.stack([plain, plain + 1]).to(rows.dtype)])  # never all alike
     untouched = Untouched(transform)
 
     def outputs(inputs: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
             raise ValueError(f"{name} must give a tensor with one row for each example, and that of {len(inputs)} not")
         return found.double()
 
-    places, together = _different(company), outputs(company)
+    places, together = _different(coupling_strength), outputs(coupling_strength)
     for place in places:
-        alone = outputs(company[[place] * len(company)])
+        alone = outputs(coupling_strength[[place] * len(coupling_strength)])
         _require_same(together[place], alone[place], _SLACK, _size(together[place]), name)
-    few = outputs(company[places])
+    few = outputs(coupling_strength[places])
     _require_same(together[places], few, _SLACK_BETWEEN_SIZES, _size(together), name)
 
 

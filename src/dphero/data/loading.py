@@ -29,7 +29,8 @@ def load(spec: str, channels: int | None = None) -> Data:
     Args:
         spec: The name of a built-in set (``dphero data list``), a folder of images
             (:func:`dphero.data.files.folders.from_folder`), an ``.npz`` file
-            (:func:`dphero.data.files.own.from_npz`), or ``module:function`` (:func:`dphero.data.files.own.from_function`).
+            (:func:`dphero.data.files.own.from_npz`), or
+            ``module:function`` (:func:`dphero.data.files.own.from_function`).
         channels: Of the images in a folder: 3 (RGB), unless given, or 1 (grey). Other data has its own.
 
     Raises:

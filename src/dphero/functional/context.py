@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dphero.batch_axis.axis import Layout
+from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, Notes
 from dphero.functional.operation import Operation
 from dphero.gradients.batch import PieceMaker
@@ -81,7 +81,7 @@ class Context(Protocol):
     def watch(
         self,
         out: Tensor,
-        layouts: Sequence[Layout],
+        layouts: Sequence[BatchAxis],
         make: PieceMaker,
         saved: tuple[Any, ...],
         label: str,

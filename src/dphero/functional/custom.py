@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.utils import checkpoint
 
 from dphero.functional.operation import take_apart
-from dphero.functional.unbatched import Shared
+from dphero.functional.unbatched import UnbatchedTensor
 
 __all__ = ["custom_code_followed"]
 
@@ -51,7 +51,7 @@ def _follow(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         _say_once()
         run, _, *inputs = args
         return run(*inputs)
-    shared = next((each for each in args if isinstance(each, Shared)), None)
+    shared = next((each for each in args if isinstance(each, UnbatchedTensor)), None)
     if shared is None or not shared.taps.following or not torch.is_grad_enabled():
         return _apply(function, *args, **kwargs)
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from dphero.batch_axis.axis import Layout
+from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, Unforeseen
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
 from dphero.functional.rules import Reading, read
-from dphero.functional.unbatched import NoSharedRule, Origin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.functional.unbatched import NoSharedRule, Origin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.pieces import Explicit, Piece
 
@@ -36,8 +36,8 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    shared = [tensor for tensor in tensors if isinstance(tensor, Shared)]
-    inputs = [tensor for tensor in tensors if not isinstance(tensor, Shared)]
+    shared = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
+    inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
     path, label, key = shared[0].path, shared[0].label, taps.key(shared[0].path, operation.name)
     origins = list({id(origin): origin for value in shared for origin in value.value.origins}.values())
 
@@ -48,7 +48,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         return NoSharedRule(label, operation.name, site if own else None)
 
     target = args[0] if operation.in_place or kwargs.get("inplace") is True else None
-    if isinstance(target, Shared):
+    if isinstance(target, UnbatchedTensor):
         _make_writable(target, origins, taps, refused)
         operation.run([plain(tensor) for tensor in tensors])
         return None if operation.name == "__setitem__" else target
@@ -72,13 +72,13 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
             return value
         if id(value) in batched:
             return value.detach()
-        return Shared.wrap(SharedValue(value, origins, taps), taps, path, label)
+        return UnbatchedTensor.wrap(Unbatched(value, origins, taps), taps, path, label)
 
     return wrap(out) if isinstance(out, Tensor) else tree_map(wrap, out)
 
 
 def _make_writable(
-    target: Shared, origins: Sequence[Origin], taps: Context, refused: Callable[[], NoSharedRule]
+    target: UnbatchedTensor, origins: Sequence[Origin], taps: Context, refused: Callable[[], NoSharedRule]
 ) -> None:
     """Let an operation change a shared value in place: where torch forbids that, a copy of it.
 
@@ -89,7 +89,7 @@ def _make_writable(
     if any(origin.leaf is base and isinstance(origin, ParameterOrigin) for origin in origins):
         raise refused()  # torch itself refuses to change a parameter
     if first or len(origins) > len(target.value.origins):
-        target.value = SharedValue(target.plain.clone(), origins, taps)
+        target.value = Unbatched(target.plain.clone(), origins, taps)
 
 
 def _meet(
@@ -103,15 +103,15 @@ def _meet(
     refused: Callable[[], NoSharedRule],
 ) -> Any:
     """Run the operation in which shared values meet the batch, in ``axis`` of its result."""
-    shared = [tensor for tensor in tensors if isinstance(tensor, Shared)]
-    inputs = [tensor for tensor in tensors if not isinstance(tensor, Shared)]
+    shared = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
+    inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
     tape, label = taps.tape, shared[0].label
     assert tape is not None
     if operation.func in _ELEMENTWISE or operation.func in _REPEATING:
         out = _elementwise(taps, tape, axis, operation, args, tensors, refused)
         taps.notes.layouts(key, [out], inputs, taps.rows, label)
         return out
-    result = operation.run([tensor.plain.detach() if isinstance(tensor, Shared) else tensor for tensor in tensors])
+    result = operation.run([t.plain.detach() if isinstance(t, UnbatchedTensor) else t for t in tensors])
     leaves, structure = tree_flatten(result)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(places) != 1 or operation.in_place:
@@ -129,11 +129,11 @@ def _meet(
     return tree_unflatten(leaves, structure)
 
 
-def _read_off(taps: Context, tape: GradientSink, out: Tensor, layout: Layout, readings: list[Reading]) -> None:
+def _read_off(taps: Context, tape: GradientSink, out: Tensor, layout: BatchAxis, readings: list[Reading]) -> None:
     """Watch the output once for every shared argument."""
     for shared, make, saved in readings:
 
-        def carry(*tensors: Tensor, value: SharedValue = shared.value, make: Any = make) -> dict[str, Piece]:
+        def carry(*tensors: Tensor, value: Unbatched = shared.value, make: Any = make) -> dict[str, Piece]:
             value.receive(tape, make(*tensors).folded(layout.fold))
             return {}
 
@@ -144,15 +144,15 @@ def _example_by_example(
     taps: Context,
     tape: GradientSink,
     out: Tensor,
-    layouts: Sequence[Layout],
+    layouts: Sequence[BatchAxis],
     operation: Operation,
     tensors: list[Tensor],
     place: int,
     refused: Callable[[], NoSharedRule],
 ) -> None:
     """Watch the output (at its place in the result) once, and differentiate anew when its gradient arrives."""
-    values = [tensor.value if isinstance(tensor, Shared) else None for tensor in tensors]
-    inputs = tuple(tensor for tensor in tensors if not isinstance(tensor, Shared))
+    values = [tensor.value if isinstance(tensor, UnbatchedTensor) else None for tensor in tensors]
+    inputs = tuple(tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor))
     failure = refused()
 
     def one(wanted: dict[str, Tensor], *inputs: Tensor) -> Tensor:
@@ -193,11 +193,11 @@ def _elementwise(
         shape = operation.run([plain(tensor).detach() for tensor in tensors]).shape
     else:
         shape = _broadcast([tensor.shape for tensor in tensors])
-    layout = Layout.fit(axis, shape, taps.rows)
+    layout = BatchAxis.fit(axis, shape, taps.rows)
     times = list(args[1] if isinstance(args[1], Sequence) else args[1:]) if func is torch.Tensor.repeat else []
     values: list[Tensor] = []
     for tensor in tensors:
-        if not isinstance(tensor, Shared):
+        if not isinstance(tensor, UnbatchedTensor):
             values.append(tensor)
             continue
         aligned = [1] * (len(shape) - tensor.dim()) + list(tensor.shape)
@@ -221,7 +221,9 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> torch.Size:
     return torch.Size([next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True)])
 
 
-def _once_per_example(taps: Context, tape: GradientSink, layout: Layout, aligned: list[int], shared: Shared) -> Tensor:
+def _once_per_example(
+    taps: Context, tape: GradientSink, layout: BatchAxis, aligned: list[int], shared: UnbatchedTensor
+) -> Tensor:
     """Return a copy of a shared value for each example, in the batch axis of the result."""
     assert layout.axis is not None
     value, own, rows = shared.value, shared.plain.shape, taps.rows
@@ -239,7 +241,7 @@ def _once_per_example(taps: Context, tape: GradientSink, layout: Layout, aligned
 
 
 def _repeated(
-    taps: Context, tape: GradientSink, layout: Layout, aligned: list[int], times: list[int], shared: Shared
+    taps: Context, tape: GradientSink, layout: BatchAxis, aligned: list[int], times: list[int], shared: UnbatchedTensor
 ) -> Tensor:
     """Repeat a shared value in an axis of its own, so often for each example (heads that are folded into the batch)."""
     assert layout.axis is not None

@@ -2,7 +2,7 @@
 
 A bare parameter (a class token, a temperature, a LoRA matrix) or the output of a layer whose input does
 not carry the batch (a position embedding over an ``arange``) has no batch axis, so autograd would hand back
-a gradient that is already summed over the examples. A :class:`Shared` tensor follows such a value through
+a gradient that is already summed over the examples. A :class:`UnbatchedTensor` tensor follows such a value through
 the model's own code. Operations among shared values stay shared. At the first operation with a batched result
 the per-example gradient is read off exactly (:mod:`dphero.functional.dispatch`) and carried back to the parameters.
 
@@ -22,7 +22,7 @@ from dphero.functional.operation import take_apart
 from dphero.functional.rules import SIMPLER
 from dphero.gradients.pieces import Explicit, Outer, Piece
 
-__all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Shared", "SharedValue", "plain"]
+__all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
 
 
 class NoSharedRule(RuntimeError):
@@ -83,8 +83,8 @@ class LayerOrigin(Origin):
     def __init__(
         self, out: Tensor, names: Sequence[str], make: Callable[[Tensor], dict[str, Piece]], taps: Context, label: str
     ) -> None:
-        self.before = out.value if isinstance(out, Shared) else None
-        super().__init__(out.plain if isinstance(out, Shared) else out, taps, label)
+        self.before = out.value if isinstance(out, UnbatchedTensor) else None
+        super().__init__(out.plain if isinstance(out, UnbatchedTensor) else out, taps, label)
         self._names, self._make = names, make
 
     def expect(self, tape: GradientSink) -> None:
@@ -100,8 +100,8 @@ class LayerOrigin(Origin):
             self.before.receive(tape, Explicit(gradients))
 
 
-class SharedValue:
-    """The plain tensor behind a :class:`Shared`, and its origins."""
+class Unbatched:
+    """The plain tensor behind a :class:`UnbatchedTensor`, and its origins."""
 
     def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context) -> None:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
@@ -143,22 +143,22 @@ class SharedValue:
             return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
-class Shared(torch.Tensor):
+class UnbatchedTensor(torch.Tensor):
     """A tensor without a batch axis that remembers where it comes from.
 
     It requires a gradient, so that code which torch does not let us follow (a custom autograd function, a scripted
     one) is found out when that gradient arrives.
     """
 
-    value: SharedValue
+    value: Unbatched
     taps: Context
     path: str
     label: str
 
     @staticmethod
-    def wrap(value: SharedValue, taps: Context, path: str, label: str) -> Shared:
+    def wrap(value: Unbatched, taps: Context, path: str, label: str) -> UnbatchedTensor:
         """Wrap a plain value of the module at ``path``."""
-        tensor = torch.Tensor._make_subclass(Shared, value.plain.detach(), True)
+        tensor = torch.Tensor._make_subclass(UnbatchedTensor, value.plain.detach(), True)
         tensor.value, tensor.taps, tensor.path, tensor.label = value, taps, path, label
         with torch._C.DisableTorchFunctionSubclass():
             tensor.register_hook(_guard(taps, label))
@@ -174,7 +174,7 @@ class Shared(torch.Tensor):
         kwargs = kwargs or {}
         if func in _ABOUT:
             return func(plain(args[0]), *args[1:], **kwargs)
-        if func in SIMPLER and args and not isinstance(args[0], Shared):
+        if func in SIMPLER and args and not isinstance(args[0], UnbatchedTensor):
             result = SIMPLER[func](*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -182,7 +182,7 @@ class Shared(torch.Tensor):
             operation, tensors = take_apart(func, args, kwargs)
             if operation.name == "__set__":
                 raise NoSharedRule(args[0].label, "setting an attribute of a parameter", None)
-            shared = next((tensor for tensor in tensors if isinstance(tensor, Shared)), None)
+            shared = next((tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)), None)
             if shared is not None and shared.taps.following and torch.is_grad_enabled():
                 return shared.taps.follow(operation, tensors, args, kwargs)
             return operation.run([plain(tensor) for tensor in tensors])
@@ -195,7 +195,7 @@ _ABOUT |= {getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__l
 
 def plain(value: Any) -> Any:
     """Return the ordinary tensor behind a shared one; anything else as it is."""
-    return value.plain if isinstance(value, Shared) else value
+    return value.plain if isinstance(value, UnbatchedTensor) else value
 
 
 def _guard(taps: Context, label: str) -> Callable[[Tensor], None]:

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from dphero.numerics.partial_norms import Lengths, square_norms
-from dphero.numerics.precision import products_in
+from dphero.numerics.partial_norms import PartialNorm, square_norms
+from dphero.numerics.precision import matmul_tf32
 from dphero.numerics.transfer import to_device
 
 __all__ = ["Dense", "Diagonal", "Factor", "LowRank", "Scalar", "Singular", "times"]
@@ -58,7 +58,7 @@ class Factor(ABC):
 
         A shorter format's errors would be magnified by A's condition, and no norm leaves room for that.
         """
-        with products_in(x, short=False):
+        with matmul_tf32(x, allow=False):
             found = self._apply(self._enter(x, axis), axis, inverse)
         return found if found.dtype == x.dtype else found.to(x.dtype)
 
@@ -70,28 +70,28 @@ class Factor(ABC):
         """Replaces x by A x, in place."""
         x.copy_(self.colour(x, axis))
 
-    def further(self, dtype: torch.dtype) -> int:
-        """Returns how many further normals `disperse_` wants for each vector; 0: `colour_` is the only way."""
+    def extra_normals(self, dtype: torch.dtype) -> int:
+        """Returns how many further normals `shape_noise_` wants for each vector; 0: `colour_` is the only way."""
         return 0 if self._dispersion is None or self.dtype != dtype else self._dispersion.shape[1]
 
-    def disperse_(self, x: Tensor, further: Tensor, axis: int = -1, *, started: bool = False) -> None:
-        """Replaces x ~ N(0, I), in place, by noise of the law of A x: s x + D further, by one product.
+    def shape_noise_(self, x: Tensor, extra_normals: Tensor, axis: int = -1, *, prescaled: bool = False) -> None:
+        """Replaces x ~ N(0, I), in place, by noise of the law of A x: s x + D extra_normals, by one product.
 
         s is the smallest singular value, and s^2 I + D D^T = A A^T.
 
         Args:
-            x: a matrix, or a vector, of standard normals, in the precision that `further` was asked about.
-            further: independent standard normals: x's shape with `further()` in place of `size` along `axis`.
+            x: a matrix, or a vector, of standard normals, in the precision that `extra_normals` was asked about.
+            extra_normals: independent standard normals: x's shape, with `extra_normals()` for `size` along `axis`.
             axis: -1 or -2.
-            started: x has deviation s already. What it holds besides noise then stays as it is.
+            prescaled: x has deviation s already. What it holds besides noise then stays as it is.
         """
         assert self._dispersion is not None
-        start = 1.0 if started else self.smallest  # a CPU takes longer for any factor but 1
-        with products_in(x, short=False):  # as in `act`
+        start = 1.0 if prescaled else self.smallest  # a CPU takes longer for any factor but 1
+        with matmul_tf32(x, allow=False):  # as in `act`
             if x.dim() == 1:
-                x.addmv_(self._dispersion, further, beta=start)
+                x.addmv_(self._dispersion, extra_normals, beta=start)
                 return
-            left, right = (self._dispersion, further) if axis == -2 else (further, self._dispersion.mT)
+            left, right = (self._dispersion, extra_normals) if axis == -2 else (extra_normals, self._dispersion.mT)
             x.addmm_(left, right, beta=start)
 
     def whiten(self, x: Tensor, axis: int = -1) -> Tensor:
@@ -102,10 +102,12 @@ class Factor(ABC):
         """Returns ||A^-1 x||^2 summed over `axis`, at least in float32."""
         return square_norms([self.lengths(x, axis)])[0]
 
-    def lengths(self, x: Tensor, axis: int = -1) -> Lengths:
+    def lengths(self, x: Tensor, axis: int = -1) -> PartialNorm:
         """Returns what ||A^-1 x||^2 is made of, which :func:`square_norms` puts together."""
-        with products_in(x, short=False):
-            return Lengths(torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis))
+        with matmul_tf32(x, allow=False):
+            return PartialNorm(
+                torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis)
+            )
 
     def scaled(self, c: float) -> Self:
         """Returns the factor of c A, for c > 0."""
@@ -298,11 +300,11 @@ class LowRank(Factor):
         if x.dim() != 2 or x.dtype != self.dtype:
             super().colour_(x, axis)
             return
-        with products_in(x, short=False):  # as in `act`
+        with matmul_tf32(x, allow=False):  # as in `act`
             left, right = (self._spread, self.basis.mT @ x) if axis == -2 else (x @ self.basis, self._spread.mT)
             x.addmm_(left, right, beta=self.rest)
 
-    def lengths(self, x: Tensor, axis: int = -1) -> Lengths:
+    def lengths(self, x: Tensor, axis: int = -1) -> PartialNorm:
         """Returns what ||x||^2 / s^2 + sum_i (1 / v_i^2 - 1 / s^2) <u_i, x>^2 is made of: nothing is whitened.
 
         It is a difference, along a strong direction of much larger terms. So it leaves room for their rounding: a norm
@@ -312,14 +314,14 @@ class LowRank(Factor):
         x = self._enter(x, axis)
         whole = torch.linalg.vector_norm(x, dim=axis)
         if whitened is not None:
-            return Lengths(whitened.add_(whole * (self._room / self.rest)))
-        with products_in(x, short=False):
+            return PartialNorm(whitened.add_(whole * (self._room / self.rest)))
+        with matmul_tf32(x, allow=False):
             if self._taken is not None:  # no direction gets less noise than the rest, so all terms are of one sign
                 inner = x @ self._taken if axis == -1 else times(self._taken.mT, x)
-                return Lengths(whole, self._whole_scale, torch.linalg.vector_norm(inner, dim=axis))
+                return PartialNorm(whole, self._whole_scale, torch.linalg.vector_norm(inner, dim=axis))
             inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
-        return Lengths(whole.square_().mul_(self._whole_scale[0]).add_(within).clamp_(min=0.0).sqrt_())
+        return PartialNorm(whole.square_().mul_(self._whole_scale[0]).add_(within).clamp_(min=0.0).sqrt_())
 
     def variance(self) -> Tensor:
         """Returns s^2 + sum_i U_i^2 (v_i^2 - s^2)."""

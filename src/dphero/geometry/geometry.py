@@ -103,29 +103,29 @@ class Geometry:
             if self.right is not None:
                 self.right.colour_(matrix)
 
-    def further(self, dtype: torch.dtype) -> tuple[int, ...] | None:
-        """Returns the shape of the further normals with which `disperse_` is cheaper than `colour_`, else None."""
+    def extra_normals(self, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Returns the shape of the further normals with which `shape_noise_` is cheaper than `colour_`, else None."""
         factor = self.left or self.right
         if factor is None or self.flat is not None or (self.left is not None and self.right is not None):
             return None
-        wanted = factor.further(dtype)
+        wanted = factor.extra_normals(dtype)
         if not wanted or (wanted == factor.size and self.rows * self.columns > _FEW):
             return None
         if len(self.shape) == 1:
             return (wanted,)
         return (wanted, self.columns) if factor is self.left else (self.rows, wanted)
 
-    def disperse_(self, z: Tensor, further: Tensor, *, started: bool = False) -> None:
+    def shape_noise_(self, z: Tensor, extra_normals: Tensor, *, prescaled: bool = False) -> None:
         """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
 
-        With `started`, z has deviation `smallest` already, and what it holds besides stays as it is.
+        With `prescaled`, z has deviation `smallest` already, and what it holds besides stays as it is.
         """
         matrix = z if z.dim() in (1, 2) else z.view(self.rows, self.columns)
         if self.left is not None:
-            self.left.disperse_(matrix, further, axis=-2, started=started)
+            self.left.shape_noise_(matrix, extra_normals, axis=-2, prescaled=prescaled)
         else:
             assert self.right is not None
-            self.right.disperse_(matrix, further, started=started)
+            self.right.shape_noise_(matrix, extra_normals, prescaled=prescaled)
 
     def square_norm(self, g: Tensor) -> Tensor:
         """Returns ||A^-1 g||^2 for each index of the batch axes, at least in float32."""

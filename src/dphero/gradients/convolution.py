@@ -18,9 +18,9 @@ from torch import Tensor
 from dphero.geometry.factors import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.pieces import Explicit, Piece, gram_rounding, rounding
-from dphero.numerics.buffers import Room
+from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
-from dphero.numerics.precision import products_in
+from dphero.numerics.precision import matmul_tf32
 
 __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution_arguments"]
 
@@ -59,7 +59,7 @@ def convolution_arguments(
     return ConvolutionArguments(weight.shape, spell(stride), spell(padding), spell(dilation), groups)
 
 
-def conv_piece(x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: Room | None = None) -> Piece:
+def conv_piece(x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: ReusableBuffer | None = None) -> Piece:
     """Return the piece of a convolution's weight from its input and output gradient."""
     return Convolution(x, delta, arguments, room)
 
@@ -72,9 +72,11 @@ class Convolution(Piece):
     turned, outputs last: a CPU multiplies patches · δᵀ faster than δ · patchesᵀ, and outputs are what is whitened.
     """
 
-    def __init__(self, x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: Room | None = None) -> None:
+    def __init__(
+        self, x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: ReusableBuffer | None = None
+    ) -> None:
         self.x, self.delta, self.arguments = x, delta, arguments
-        self._room = room or Room()
+        self._room = room or ReusableBuffer()
         self.shape = arguments.weight_shape
         self._slabs: Tensor | None = None
         self._whitened_by: Factor | None = None
@@ -90,9 +92,9 @@ class Convolution(Piece):
         if geometry.flat is not None or geometry.right is not None or self.arguments.groups > 1:
             return Explicit(self.instantiate()).square_norms(geometry)
         if self.gram_is_cheaper():
-            with products_in(self.delta, short=False):
+            with matmul_tf32(self.delta, allow=False):
                 return self._gram_norms(geometry.left)
-        with products_in(self.delta, short=torch.backends.cudnn.allow_tf32):  # as torch's own convolutions
+        with matmul_tf32(self.delta, allow=torch.backends.cudnn.allow_tf32):  # as torch's own convolutions
             # whitening acts on positions, in a product for each example, or on columns, in one for all
             early = 2 * prod(self.delta.shape[2:]) < prod(self.shape[1:])
             if early:

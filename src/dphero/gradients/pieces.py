@@ -25,9 +25,9 @@ from torch import Tensor
 
 from dphero.geometry.factors import Factor
 from dphero.geometry.geometry import Geometry
-from dphero.numerics.buffers import Recycled
-from dphero.numerics.partial_norms import LEAST_SQUARE, Lengths, rank_one_norms, square_norms
-from dphero.numerics.precision import products_in
+from dphero.numerics.buffers import RefCountedBuffer
+from dphero.numerics.partial_norms import LEAST_SQUARE, PartialNorm, rank_one_norms, square_norms
+from dphero.numerics.precision import matmul_tf32
 
 __all__ = [
     "Bias",
@@ -105,7 +105,7 @@ class Outer(Piece):
     """
 
     def __init__(
-        self, left: Tensor, right: Tensor, shape: torch.Size | None = None, room: Recycled | None = None
+        self, left: Tensor, right: Tensor, shape: torch.Size | None = None, room: RefCountedBuffer | None = None
     ) -> None:
         self.left = left if left.dim() == 3 else left.unsqueeze(1)
         self.right = right if right.dim() == 3 else right.unsqueeze(1)
@@ -113,7 +113,7 @@ class Outer(Piece):
         self._room = room
         self._kept: Tensor | None = None
         self._left_squares: tuple[Factor | None, Tensor] | None = None
-        self._left_lengths: tuple[Factor | None, Lengths] | None = None
+        self._left_lengths: tuple[Factor | None, PartialNorm] | None = None
         self._left_total: tuple[Tensor, Tensor] | None = None
         self.has_bias = False
         self.rounding = rounding(left)
@@ -135,7 +135,7 @@ class Outer(Piece):
             return squares.clamp_(min=0).add_(room)
         return _squares(_whitened(self.instantiate(), geometry))
 
-    def lengths(self, geometry: Geometry) -> tuple[Lengths, ...]:
+    def lengths(self, geometry: Geometry) -> tuple[PartialNorm, ...]:
         """Return what the norms of left and right are made of, where g_i is a single product: ``(left, right)``.
 
         That is all that has to be done while the two are at hand; :func:`rank_one_norms` does the rest. Empty where g_i
@@ -145,7 +145,7 @@ class Outer(Piece):
             return ()
         return self.left_lengths(geometry.left), _lengths(geometry.right, self.right[:, 0])
 
-    def left_lengths(self, factor: Factor | None) -> Lengths:
+    def left_lengths(self, factor: Factor | None) -> PartialNorm:
         """Return what the norms of left, and so those of the layer's bias, are made of."""
         if self._left_lengths is None or self._left_lengths[0] is not factor:
             self._left_lengths = (factor, _lengths(factor, self.left[:, 0]))
@@ -154,7 +154,7 @@ class Outer(Piece):
     def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
         left, right = _apply(geometry.left, self.left), _apply(geometry.right, self.right)
-        with products_in(left, short=False):
+        with matmul_tf32(left, allow=False):
             lefts, rights = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
         left_lengths, right_lengths = (_diagonal(grams).clamp(min=LEAST_SQUARE).sqrt() for grams in (lefts, rights))
         terms, positions = self.left.shape[-1] + self.right.shape[-1], self.left.shape[1]
@@ -222,7 +222,7 @@ class Bias(Piece):
             return rank_one_norms({"": lengths})[""]
         return self.outer.left_squares(geometry.left)
 
-    def lengths(self, geometry: Geometry) -> tuple[Lengths, ...]:
+    def lengths(self, geometry: Geometry) -> tuple[PartialNorm, ...]:
         """Return what the norms are made of, beside a single product: ``(left,)``. See :meth:`Outer.lengths`."""
         if geometry.flat is not None or self.outer.left.shape[1] != 1:
             return ()
@@ -265,7 +265,7 @@ class Rows(Piece):
     def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return Σ_{t,s} [index_t = index_s]⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
         right = _apply(geometry.right, self.right)
-        with products_in(right, short=False):
+        with matmul_tf32(right, allow=False):
             grams, positions = torch.bmm(right, right.transpose(1, 2)), right.shape[1]
         room = _diagonal(grams).clamp(min=0).sqrt().sum(1).square() * gram_rounding(right, positions + right.shape[-1])
         same = self.index.unsqueeze(2) == self.index.unsqueeze(1)
@@ -336,8 +336,8 @@ def rounding(x: Tensor, *, convolution: bool = False) -> float:
     if x.dtype in (torch.bfloat16, torch.float16):
         return 2.0**-7
     if x.device.type == "cuda" and x.dtype == torch.float32:
-        short = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
-        return 2.0**-9 if short else 0.0
+        allow = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
+        return 2.0**-9 if allow else 0.0
     return 0.0
 
 
@@ -397,5 +397,5 @@ def _apply(factor: Factor | None, x: Tensor) -> Tensor:
     return x if factor is None else factor.whiten(x)
 
 
-def _lengths(factor: Factor | None, x: Tensor) -> Lengths:
-    return Lengths(torch.linalg.vector_norm(x, dim=-1)) if factor is None else factor.lengths(x)
+def _lengths(factor: Factor | None, x: Tensor) -> PartialNorm:
+    return PartialNorm(torch.linalg.vector_norm(x, dim=-1)) if factor is None else factor.lengths(x)

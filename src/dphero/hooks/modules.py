@@ -19,7 +19,7 @@ from dphero.layers import Rule, find_rule
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["Call", "Site", "Slot", "eager", "find_sites", "replace_forward", "swapped"]
+__all__ = ["HookedModule", "Slot", "TappedCall", "eager", "find_sites", "replace_forward", "swapped"]
 
 Slot = tuple[dict[str, nn.Parameter | None], str]
 """Where a module keeps a parameter."""
@@ -28,7 +28,7 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 """Modules without a ``forward``: their parameters count as their parent's own."""
 
 
-class Site:
+class HookedModule:
     """A module that owns trainable parameters, and the rule that taps it.
 
     Attributes:
@@ -57,10 +57,10 @@ class Site:
         return swapped((*self._slots[local], value) for local, value in values.items())
 
 
-class Call:
+class TappedCall:
     """One call of one site: what a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""
 
-    def __init__(self, taps: Taps, site: Site) -> None:
+    def __init__(self, taps: Taps, site: HookedModule) -> None:
         self._taps, self._site = taps, site
         self.module, self.parameters, self.original = site.module, site.parameters, site.original
         self.memory, self.holding, self.paused = site.memory, site.holding, taps.paused
@@ -90,7 +90,7 @@ class Call:
         return self._taps.tap(self._site, role, compute, make, saved, split)
 
 
-def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Site]:
+def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HookedModule]:
     """Return the sites of a model, given the parameters whose gradients are wanted."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     sites = []
@@ -103,7 +103,7 @@ def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
             continue
         slots = {local: slot for local, slot in _slots(child) if id(slot[0][slot[1]]) in name_of}
         if slots:
-            sites.append(Site(path, child, slots, name_of))
+            sites.append(HookedModule(path, child, slots, name_of))
     return sites
 
 

@@ -13,8 +13,8 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.gradients.pieces import Bias, Explicit, Outer, Piece, combine
 from dphero.gradients.pool import pool
-from dphero.numerics.partial_norms import Lengths, rank_one_norms
-from dphero.numerics.precision import exactly
+from dphero.numerics.partial_norms import PartialNorm, rank_one_norms
+from dphero.numerics.precision import full_precision
 
 __all__ = ["Tape"]
 
@@ -53,7 +53,7 @@ class Tape:
         self._arrived: dict[str, list[Piece]] = defaultdict(list)
         self._ready: dict[str, tuple[Piece, Tensor]] = {}
         self._small: dict[str, Tensor] = {}
-        self._single: dict[str, tuple[Piece, tuple[Lengths, ...]]] = {}
+        self._single: dict[str, tuple[Piece, tuple[PartialNorm, ...]]] = {}
         self._late: list[Callable[[], None]] = []
         self._whole: GradientBatch | None = None
 
@@ -79,7 +79,7 @@ class Tape:
                     f"the input of {label} was changed in place after the layer had used it; its gradient "
                     "would be wrong. Use the out-of-place form of that operation."
                 )
-            with exactly():
+            with full_precision():
                 for local, piece in make(gradient, *kept).items():
                     if local in names:
                         self.deliver(names[local], piece)
@@ -128,7 +128,7 @@ class Tape:
     def _finish(self) -> None:
         while self._late:
             self._late.pop()()
-        with exactly():
+        with full_precision():
             for name, pieces in self._arrived.items():
                 self._take(name, combine(pieces))
             if self._small:
@@ -147,5 +147,5 @@ class Tape:
                 {name: norms for name, (_, norms) in ready.items()},
             )
         ready.clear()  # the pieces are the batch's alone
-        with exactly():
+        with full_precision():
             self._consume(batch)

@@ -3,8 +3,8 @@
 While a model is private, each module that owns trainable parameters (a *site*) has its ``forward``
 replaced, on the instance, by the rule of its layer family. A rule computes the same output from *detached*
 parameters, so that autograd spends nothing on parameter gradients, and taps that output. All other code that
-uses a parameter meets a :class:`~dphero.functional.unbatched.Shared` value in its place. The model keeps its class, its
-attributes and its ``state_dict``; copies of it are ordinary models; :meth:`Taps.detach` undoes everything.
+uses a parameter meets an :class:`~dphero.functional.unbatched.UnbatchedTensor` in its place. The model keeps its
+class, its attributes and its ``state_dict``; copies of it are ordinary models; :meth:`Taps.detach` undoes everything.
 
 Nothing here knows of clipping or noise.
 """
@@ -20,24 +20,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dphero.batch_axis.axis import Layout, arrange
+from dphero.batch_axis.axis import BatchAxis, arrange
 from dphero.batch_axis.call_site import place_in_code
-from dphero.batch_axis.plan import Key, Notes, Plan, Recording, Unforeseen
+from dphero.batch_axis.plan import AxisPlan, AxisTrace, Key, Notes, Unforeseen
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.dispatch import attached, follow
 from dphero.functional.operation import Operation
-from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Shared, SharedValue, plain
+from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.gradients.pieces import Piece
-from dphero.hooks.modules import Call, Site, Slot, eager, find_sites, replace_forward, swapped
+from dphero.hooks.modules import HookedModule, Slot, TappedCall, eager, find_sites, replace_forward, swapped
 from dphero.hooks.snapshot import buffer_name
 from dphero.hooks.tape import Tape
 from dphero.numerics.trees import tree_flatten, tree_map
 
-__all__ = ["Call", "Examine", "Replay", "Site", "Taps"]
+__all__ = ["Examine", "HookedModule", "Replay", "TappedCall", "Taps"]
 
-Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], Plan]
+Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], AxisPlan]
 """Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
 
 _ATTEMPTS = 8
@@ -91,12 +91,12 @@ class Taps:
         self.module = module
         self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
         self._examine, self._entered, self._called = examine, entered, called
-        self.plan: Plan | None = None
+        self.plan: AxisPlan | None = None
         self.following = self.is_paused = self.is_reading = False
         self.tape: Tape | None = None
         self._notes: Notes | None = None
-        self.stack: list[Site] = []
-        self._shared: dict[int, Shared] = {}
+        self.stack: list[HookedModule] = []
+        self._shared: dict[int, UnbatchedTensor] = {}
         self._replay = None if replay is None else replay(self)
         self.sites = find_sites(module, parameters)
         self._names = {
@@ -252,11 +252,11 @@ class Taps:
             self._notes, self.tape, self.following = *before, False
             self.stack.clear()
 
-    def _site_forward(self, site: Site) -> Callable[..., Any]:
+    def _site_forward(self, site: HookedModule) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.following:
                 self.stack.append(site)
-                out = site.rule(Call(self, site), *args, **kwargs)
+                out = site.rule(TappedCall(self, site), *args, **kwargs)
                 self.stack.pop()
                 return out
             if not self._active:
@@ -285,7 +285,7 @@ class Taps:
         if shared is None or shared.plain.data_ptr() != parameter.data_ptr() or shared.plain.dtype != parameter.dtype:
             name, site = self._names[id(parameter)]
             origin = ParameterOrigin(name, parameter, self, site.label)
-            shared = Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
+            shared = UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, site.path, site.label)
             self._shared[id(parameter)] = shared
         return shared
 
@@ -293,14 +293,14 @@ class Taps:
 
     def tap(
         self,
-        site: Site,
+        site: HookedModule,
         role: str,
         compute: Callable[[], Tensor],
         make: PieceMaker,
         saved: tuple[Any, ...],
         split: bool = False,
     ) -> Tensor:
-        """Compute and tap one output of a site (see :meth:`Call.tap`)."""
+        """Compute and tap one output of a site (see :meth:`TappedCall.tap`)."""
         out = compute()
         if not torch.is_grad_enabled():
             return out
@@ -309,32 +309,32 @@ class Taps:
         layouts = self.notes.layouts(self.key(site.path, role), [plain(out)], inputs, self.rows, site.label)
         if layouts[0].shared:
             return self._share(site, out, make, saved, split)
-        if self.tape is None or isinstance(out, Shared):
+        if self.tape is None or isinstance(out, UnbatchedTensor):
             return plain(out)
         out = attached(out, inputs)
         self.watch(out, layouts, make, saved, site.label, names=site.names, split=split)
         return out
 
-    def _share(self, site: Site, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
+    def _share(self, site: HookedModule, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
         """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
         rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
         kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]
 
         def pieces(gradients: Tensor) -> dict[str, Piece]:
-            spread = [Layout(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
-            values = arrange([gradients, *spread], [Layout(0)] * (1 + len(spread)))
+            spread = [BatchAxis(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
+            values = arrange([gradients, *spread], [BatchAxis(0)] * (1 + len(spread)))
             if not split and out.dim() > 1:
                 values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
             found = {local: piece.folded(rows) for local, piece in make(*values).items()}
             return {site.names[local]: piece for local, piece in found.items() if local in site.names}
 
         origin = LayerOrigin(out, list(site.names.values()), pieces, self, site.label)
-        return Shared.wrap(SharedValue(origin.leaf, [origin], self), self, site.path, site.label)
+        return UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, site.path, site.label)
 
     def watch(
         self,
         out: Tensor,
-        layouts: Sequence[Layout],
+        layouts: Sequence[BatchAxis],
         make: PieceMaker,
         saved: tuple[Any, ...],
         label: str,
@@ -347,11 +347,11 @@ class Taps:
         Args:
             out: The output.
             layouts: Its layout, and those of the tensors in ``saved``.
-            make: See :meth:`Call.tap`.
+            make: See :meth:`TappedCall.tap`.
             saved: What ``make`` needs besides.
             label: Who asks, for messages.
             names: Which parameters the pieces belong to.
-            split: See :meth:`Call.tap`.
+            split: See :meth:`TappedCall.tap`.
         """
         assert self.tape is not None
         rows, layout = self.rows, layouts[0]
@@ -391,7 +391,7 @@ class Taps:
         """The number of rows of the batch that is running."""
         if self.tape is not None:
             return self.tape.rows
-        assert isinstance(self._notes, Recording)
+        assert isinstance(self._notes, AxisTrace)
         return self._notes.rows
 
     def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.gradients.pieces import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.numerics.buffers import Room
+from dphero.numerics.buffers import ReusableBuffer
 
 __all__ = ["convolution"]
 
@@ -26,7 +26,7 @@ def convolution(call: LayerCall, input: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * (x.dim() - 2)
     arguments = convolution_arguments(module.weight, module.stride, padding, module.dilation, module.groups)
-    room = call.memory.setdefault("room", Room())
+    room = call.memory.setdefault("room", ReusableBuffer())
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         pieces: dict[str, Piece] = {"weight": conv_piece(x, delta, arguments, room)}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dphero.gradients.pieces import Bias, Outer, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
-from dphero.numerics.buffers import Recycled
+from dphero.numerics.buffers import RefCountedBuffer
 
 __all__ = ["linear", "linear_pieces"]
 
@@ -16,7 +16,7 @@ __all__ = ["linear", "linear_pieces"]
 @register(nn.Linear)
 def linear(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a linear layer with any number of positions."""
-    room = call.memory.setdefault("sum", Recycled()) if input.is_cpu else None
+    room = call.memory.setdefault("sum", RefCountedBuffer()) if input.is_cpu else None
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         return linear_pieces(delta, x, bias=call.wants("bias"), room=room)
@@ -24,7 +24,7 @@ def linear(call: LayerCall, input: Tensor) -> Tensor:
     return call.tap(lambda: F.linear(input, call["weight"], call.get("bias")), make, input)
 
 
-def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, room: Recycled | None = None) -> dict[str, Piece]:
+def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, room: RefCountedBuffer | None = None) -> dict[str, Piece]:
     """Return the pieces of a linear layer from its output gradient and input, features last."""
     left, right = delta.reshape(len(delta), -1, delta.shape[-1]), x.reshape(len(x), -1, x.shape[-1])
     outer = Outer(left, right, room=room)

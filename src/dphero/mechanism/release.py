@@ -31,8 +31,8 @@ from dphero.accounting import Budget, Event, Ledger, NoNoise
 from dphero.geometry.geometry import Geometry, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.mechanism.clipping import Clipping
-from dphero.noise import NoiseSource, alongside, can_keep
-from dphero.numerics.precision import exactly
+from dphero.noise import NoiseSource, can_keep, overlap
+from dphero.numerics.precision import full_precision
 
 __all__ = ["Lot", "Mechanism", "Mode"]
 
@@ -134,7 +134,7 @@ class Mechanism:
         One that is too uneven is refused at the beginning; later on, that before it stays.
         """
         try:
-            with exactly():
+            with full_precision():
                 self._geometry, self._next = self._next or self._asked(), None
         except _UnevenError as error:
             if not self.releases:
@@ -181,7 +181,7 @@ class Mechanism:
         if age >= self.guidance.refresh_every:
             self.refresh()
         elif age == self.guidance.refresh_every - 1 and isinstance(self.guidance, Prepares):
-            with exactly():
+            with full_precision():
                 self._begun = self.guidance.prepare(self._released())
         self.check_budget()
 
@@ -248,9 +248,9 @@ class Mechanism:
         self.check_budget()
         self.ledger.record(self.next_event())
         scale = self._gradient_multiplier * self.clipping.norm / self.expected_lot
-        normals, further = self._further()
+        normals, extra_normals = self._further()
         on_cpu = any(p.is_cpu for p in self._parameters.values())
-        onto = self._becoming_gradients(lot.sums, further) if on_cpu else {}
+        onto = self._becoming_gradients(lot.sums, extra_normals) if on_cpu else {}
         bound_to = self._sums_or_marks(lot, on_cpu)
         flat, others = self._room({name: p.shape for name, p in self._parameters.items() if name not in onto})
         gradients = {name: onto[name] if name in onto else others[name] for name in self._parameters}
@@ -258,11 +258,11 @@ class Mechanism:
         rest = [*flat, *normals, *query]
         stds = [*(scale * self.noise_geometry[name].smallest for name in onto), *[scale] * len(rest)]
         try:
-            with alongside(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
+            with overlap(self._ask_ahead if self._begun else None):  # on a GPU: while the sums are on their way
                 self.noise.fill([*onto.values(), *rest], stds, self.releases, [True] * len(onto), bound_to)
                 for name, noise in gradients.items():
-                    if name in further:
-                        self.noise_geometry[name].disperse_(noise, further[name], started=name in onto)
+                    if name in extra_normals:
+                        self.noise_geometry[name].shape_noise_(noise, extra_normals[name], prescaled=name in onto)
                     elif not self.noise_geometry[name].is_identity:
                         self.noise_geometry[name].colour_(noise)
         finally:  # whatever happened (an interrupt, say): this number will not be served again
@@ -297,21 +297,21 @@ class Mechanism:
         """
         kinds = {name: (_precise(p.dtype), p.device) for name, p in self._parameters.items()}
         if not self._wanted_by or self._wanted_by[0] is not self._geometry or self._wanted_by[1] != kinds:
-            shapes = {name: self.noise_geometry[name].further(dtype) for name, (dtype, _) in kinds.items()}
+            shapes = {name: self.noise_geometry[name].extra_normals(dtype) for name, (dtype, _) in kinds.items()}
             self._normals = self._room({name: shape for name, shape in shapes.items() if shape is not None})
             self._wanted_by = (self._geometry, kinds)
         return self._normals
 
-    def _becoming_gradients(self, sums: Mapping[str, Tensor], further: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _becoming_gradients(self, sums: Mapping[str, Tensor], extra_normals: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums that noise can be added to in place.
 
-        They own their memory, and to shape the noise then takes the sum along (``disperse_``) or does nothing.
+        They own their memory, and to shape the noise then takes the sum along (``shape_noise_``) or does nothing.
         """
         memory = Counter(total.untyped_storage().data_ptr() for total in sums.values())
         found = {}
         for name, parameter in self._parameters.items():
             total = sums.get(name)
-            along = name in further or self.noise_geometry[name].is_identity
+            along = name in extra_normals or self.noise_geometry[name].is_identity
             if total is None or not along or not can_keep(total):
                 continue
             storage = total.untyped_storage()

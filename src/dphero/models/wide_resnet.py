@@ -25,8 +25,8 @@ from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.gradients.pieces import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
-from dphero.numerics.buffers import Room
-from dphero.numerics.precision import products_in
+from dphero.numerics.buffers import ReusableBuffer
+from dphero.numerics.precision import matmul_tf32
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 
@@ -67,7 +67,7 @@ def standardised_convolution(call: LayerCall, x: Tensor) -> Tensor:
     weight, scale = _standardise(call["weight"])
     assert not isinstance(module.padding, str)
     arguments = convolution_arguments(weight, module.stride, module.padding, 1, 1)
-    room = call.memory.setdefault("room", Room())
+    room = call.memory.setdefault("room", ReusableBuffer())
 
     def make(delta: Tensor, x: Tensor, out: Tensor | None = None) -> dict[str, Piece]:
         return {"weight": Standardised(Convolution(x, delta / scale.view(-1, 1, 1), arguments, room), weight, out)}
@@ -135,7 +135,7 @@ class Standardised(Piece):
         if out is None:
             out = F.conv2d(x, weight, None, arguments.stride, arguments.padding)
         ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
-        with products_in(delta, short=False):
+        with matmul_tf32(delta, allow=False):
             mean = torch.bmm(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / root
         along = (delta * out).sum((2, 3))
         size, tilt = weight.square().sum((1, 2, 3)), weight.sum((1, 2, 3)) / root
@@ -162,15 +162,15 @@ class Standardised(Piece):
 
     def _some_at_a_time(self) -> Iterator[Tensor]:
         some = max(1, (_CPU_BUFFER if self.weight.device.type == "cpu" else _GPU_BUFFER) // self.weight.numel())
-        x, delta, short = self.inner.x, self.inner.delta, torch.backends.cudnn.allow_tf32  # as torch's convolutions
+        x, delta, allow = self.inner.x, self.inner.delta, torch.backends.cudnn.allow_tf32  # as torch's convolutions
         if self.inner.worth_keeping():
-            with products_in(delta, short=short):
+            with matmul_tf32(delta, allow=allow):
                 gradients = self.inner.instantiate()
             yield from gradients.split(some)
             return
         for first in range(0, len(x), some):
             part = slice(first, first + some)
-            with products_in(delta, short=short):
+            with matmul_tf32(delta, allow=allow):
                 gradients = Convolution(x[part], delta[part], self.inner.arguments).instantiate()
             yield gradients
 
@@ -187,7 +187,7 @@ class Standardised(Piece):
             left = left.contiguous()
         aligned = weight.unsqueeze(0)
         parts = list(zip(_matrices(left), _matrices(_as_slabs(aligned) if _in_slabs(left) else aligned), strict=True))
-        with torch.autocast(left.device.type, enabled=False), products_in(left, short=False):
+        with torch.autocast(left.device.type, enabled=False), matmul_tf32(left, allow=False):
             mean = torch.stack([part.sum(2, keepdim=True) for part, _ in parts]).sum(0) * level
             products = [torch.einsum("nrc,rc->nr", part, weights[0]) for part, weights in parts]
             along = torch.stack(products).sum(0).unsqueeze(2)

@@ -20,7 +20,7 @@ from torch import Tensor
 from dphero.noise import register
 from dphero.noise.box_muller import chunk_maker, draw_chunk
 from dphero.noise.source import OneTimeSource, Target, close, is_flat
-from dphero.noise.threads import together
+from dphero.noise.threads import run_on_torch_threads
 
 __all__ = ["FastNoise"]
 
@@ -173,7 +173,7 @@ class FastNoise(OneTimeSource):
                 lanes[lane].draw(whole, chunk, key, release)
                 done.append(chunk)
 
-        together(work, threads)
+        run_on_torch_threads(work, threads)
         if len(done) < chunks:  # nobody raised, and yet: better no release than one without noise
             raise RuntimeError(f"only {len(done)} of {chunks} pieces of noise were drawn; nothing may be released")
         close(detours)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["alongside", "together"]
+__all__ = ["overlap", "run_on_torch_threads"]
 
 _Work = Callable[[int], None]
 
@@ -62,7 +62,7 @@ _waiting = _Waiting()
 
 
 @contextmanager
-def alongside(work: Callable[[], None] | None) -> Iterator[None]:
+def overlap(work: Callable[[], None] | None) -> Iterator[None]:
     """Do what is in the block, and ``work`` (if any) on this thread while the first team called there does its own.
 
     Where none is called, the work is done at the end. For what consists of many small operations, during which other
@@ -82,7 +82,7 @@ def alongside(work: Callable[[], None] | None) -> Iterator[None]:
         left()
 
 
-def together(work: _Work, threads: int) -> None:
+def run_on_torch_threads(work: _Work, threads: int) -> None:
     """Call ``work(0)``, ``work(1)``, … at the same time, each on a thread of its own, and wait for all.
 
     There are ``threads`` calls at most, and one at least: OpenMP may have fewer threads to spare. So whatever is to be

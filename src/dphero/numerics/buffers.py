@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["Recycled", "Room"]
+__all__ = ["RefCountedBuffer", "ReusableBuffer"]
 
 _LARGE = 1 << 22
 """Bytes below which C's own allocator uses memory again anyway."""
@@ -24,7 +24,7 @@ _OURS = 2
 """References to an attribute that is an argument."""
 
 
-class Room:
+class ReusableBuffer:
     """Memory for the per-example gradients of one layer, on a CPU.
 
     It lends the same memory again as soon as whoever had it is gone.
@@ -57,7 +57,7 @@ class Room:
         self._memory = self._borrower = None
 
 
-class Recycled:
+class RefCountedBuffer:
     """Memory for the sum of one layer's gradients, on a CPU.
 
     The sum becomes the gradient that the user gets, who may keep it, or a view of it. So the memory is lent again only

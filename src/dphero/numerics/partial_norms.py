@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_SQUARE", "Lengths", "rank_one_norms", "square_norms"]
+__all__ = ["LEAST_SQUARE", "PartialNorm", "rank_one_norms", "square_norms"]
 
 LEAST_SQUARE = 2.0**-70
 """What the square norm of a factor counts as at least.
@@ -23,7 +23,7 @@ small: the product of the two squares would hide an example that is not small at
 """
 
 
-class Lengths(NamedTuple):
+class PartialNorm(NamedTuple):
     """What the square norms of some vectors are made of: scale * whole^2 - taken^2 (scale 1 and taken 0 where None)."""
 
     whole: Tensor
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
     taken: Tensor | None = None
 
 
-def square_norms(lengths: Sequence[Lengths]) -> Tensor:
+def square_norms(lengths: Sequence[PartialNorm]) -> Tensor:
     """Return the square norms, stacked."""
     total = torch.stack([each.whole for each in lengths]).square_()
     first = 0
@@ -46,7 +46,7 @@ def square_norms(lengths: Sequence[Lengths]) -> Tensor:
     return total
 
 
-def rank_one_norms(lengths: Mapping[str, tuple[Lengths, ...]]) -> dict[str, Tensor]:
+def rank_one_norms(lengths: Mapping[str, tuple[PartialNorm, ...]]) -> dict[str, Tensor]:
     """Return square norms that are products of those of one or two factors, by name.
 
     Args:

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["exactly", "products_in"]
+__all__ = ["full_precision", "matmul_tf32"]
 
 _AS_EVER = nullcontext()
 
 
-def products_in(x: Tensor, *, short: bool) -> AbstractContextManager[None]:
+def matmul_tf32(x: Tensor, *, allow: bool) -> AbstractContextManager[None]:
     """Let a GPU round the factors of matrix products to TF32 or not, whatever its user set for his own."""
-    return _products_on_gpu(short) if x.is_cuda else _AS_EVER
+    return _products_on_gpu(allow) if x.is_cuda else _AS_EVER
 
 
 @contextmanager
-def _products_on_gpu(short: bool) -> Iterator[None]:
+def _products_on_gpu(allow: bool) -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = short
+    torch.backends.cuda.matmul.allow_tf32 = allow
     try:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def exactly() -> AbstractContextManager[Any]:
+def full_precision() -> AbstractContextManager[Any]:
     """Compute without a graph, and in full precision even inside the user's autocast: norm and noise must agree."""
     shorter = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if not shorter:

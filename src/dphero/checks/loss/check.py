@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss.coupling import coupling
-from dphero.checks.loss.curvature import company
+from dphero.checks.loss.curvature import coupling_strength
 from dphero.checks.loss.graph import (
     OUTPUT,
     ModelOutput,
@@ -227,7 +227,7 @@ class LossCheck:
         """Refuse a loss in which examples meet, as far as that can be tried out without harm."""
         if any(map(is_custom, nodes_below(loss.grad_fn, until=OUTPUT))):  # may be differentiated only once
             return
-        meeting = company(loss, output_edges(loss.grad_fn), rows, self._read)
+        meeting = coupling_strength(loss, output_edges(loss.grad_fn), rows, self._read)
         how = "derivatives for one half of them depend on the other half"
         if meeting <= _ROUNDING:
             meeting = coupling(loss.grad_fn, rows, self._read)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["company"]
+__all__ = ["coupling_strength"]
 
 
-def company(loss: Tensor, outputs: Sequence[GradientEdge], rows: int, number: int) -> float:
+def coupling_strength(loss: Tensor, outputs: Sequence[GradientEdge], rows: int, number: int) -> float:
     """Return how much examples meet in a loss: 0 where not at all, or where it cannot be said; at most 1.
 
     Args:
