@@ -94,6 +94,16 @@ def test_one_seed_in_two_engines_on_other_data_shares_no_noise(
     assert noise_left(released(data()), released(other)) < 0.5
 
 
+def test_one_key_is_warned_of_once_however_many_runs_share_it(caplog: pytest.LogCaptureFixture) -> None:
+    losses = [F.cross_entropy, against, doubled, against]
+    with caplog.at_level(logging.WARNING, logger="dphero"):
+        runs = [training(seed=17) for _ in losses]
+        for run, loss in zip(runs, losses, strict=True):
+            run.steps(2, loss)
+    assert sum("made in this process already" in record.getMessage() for record in caplog.records) == 1
+    assert all("used the same key" in run.engine.statement(1e-5).text for run in runs[1:])  # each statement says it
+
+
 def test_a_run_that_is_repeated_is_the_same_and_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="dphero"):
         first, second = training(seed=12), training(seed=12)

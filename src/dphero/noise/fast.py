@@ -144,8 +144,10 @@ class FastNoise(OneTimeSource):
         code.finalize()
         sizes = repr([(value.dtype, tuple(value.shape)) for value in values]).encode()
         self._bound_keys[release] = key = hashlib.blake2b(sizes + code.tag, key=self._key, digest_size=16).digest()
-        if not register.is_new(self._key, release, key) and not self._key_shared:
-            self._key_shared = True
+        if register.is_new(self._key, release, key):
+            return
+        self._key_shared = True
+        if register.to_be_warned_of(self._key):
             logger.warning(
                 "Release %d of a run with this key (a seed, or a checkpoint that was continued before) was made in "
                 "this process already, of another sum. Its noise is drawn anew here. Two runs on one data set spend "
