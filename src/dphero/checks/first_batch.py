@@ -31,7 +31,7 @@ from dphero.batch_axis.plan import Axes, AxisPlan, AxisTrace, Call, Traced
 from dphero.checks.gradient_check import gradient_norms, rehearse
 from dphero.functional.unbatched import NoSharedRule, plain
 from dphero.functional.vmap import vmapped
-from dphero.hooks.snapshot import Untouched, same
+from dphero.hooks.snapshot import ModelSnapshot, same
 from dphero.numerics.trees import tree_flatten
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class _Examination:
 
     def __init__(self, taps: Taps, batch: Arguments) -> None:
         self._taps, self._batch = taps, batch
-        self._untouched = Untouched(taps.module)
+        self._snapshot = ModelSnapshot(taps.module)
         self._hints: dict[Call, Axes] = {}
         self._unlike: list[int] = []  # rows that make other calls among copies of themselves than among others
         self.carrying: list[bool] = []  # which floating-point tensors that the model returned carry the examples
@@ -227,7 +227,7 @@ class _Examination:
                     others, run, _ = self._settle([[row] * size for size in _SIZES])
                     plan = plan.joined(AxisPlan(others, [self._batch.way], True, run.written))
                 for batch in (mixed[0], *([row] * _SIZES[0] for row in self._unlike)):
-                    rehearse(self._taps, plan, self._untouched, self._batch.take(batch), _SIZES[0], random=small.random)
+                    rehearse(self._taps, plan, self._snapshot, self._batch.take(batch), _SIZES[0], random=small.random)
                 if len(rows) > 1:
                     self._compare_gradients(plan, rows, mixed[0], small.random)
                 return plan
@@ -251,7 +251,7 @@ class _Examination:
 
         hook = nn.modules.module.register_module_forward_hook(note)
         try:
-            with self._untouched.run(seed) as changes:
+            with self._snapshot.restored_afterwards(seed) as changes:
                 if not training:
                     self._taps.module.eval()
                 args, kwargs = self._batch.take(rows)
@@ -390,7 +390,7 @@ class _Examination:
 
     def _norms(self, plan: AxisPlan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
         call = self._batch.take(rows)
-        return gradient_norms(self._taps, plan, self._untouched, call, len(rows), self.carrying, only)
+        return gradient_norms(self._taps, plan, self._snapshot, call, len(rows), self.carrying, only)
 
     def _compare_values(self, number: int, rows: list[int], mixed: list[int], random: bool) -> None:
         """Check that an output without the examples is a mean, or a sum, over them.

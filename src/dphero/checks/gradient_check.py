@@ -18,7 +18,7 @@ from dphero.functional.custom import custom_code_followed
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.hooks.snapshot import Untouched
+from dphero.hooks.snapshot import ModelSnapshot
 from dphero.hooks.tape import Tape
 from dphero.numerics.trees import tree_flatten
 
@@ -34,13 +34,13 @@ _SHORT_TOLERANCE = 0.2
 """In bfloat16 and float16."""
 
 
-def rehearse(taps: Taps, plan: AxisPlan, untouched: Untouched, call: Arguments, rows: int, *, random: bool) -> None:
+def rehearse(taps: Taps, plan: AxisPlan, snapshot: ModelSnapshot, call: Arguments, rows: int, *, random: bool) -> None:
     """Run one backward pass through the taps, and check what it finds.
 
     Args:
         taps: The taps of the model.
         plan: Where its calls carry the examples.
-        untouched: Puts the model back as it was.
+        snapshot: Puts the model back as it was.
         call: Arguments of the model.
         rows: The number of examples in them.
         random: Whether the model draws random numbers. Layer rules may draw others than the layers themselves: then it
@@ -49,10 +49,10 @@ def rehearse(taps: Taps, plan: AxisPlan, untouched: Untouched, call: Arguments, 
     Raises:
         ValueError: If output or gradients are not those of ordinary autograd.
     """
-    _compare(taps, plan, untouched, call, rows, training=True, random=random)
+    _compare(taps, plan, snapshot, call, rows, training=True, random=random)
     if random:
         try:
-            _compare(taps, plan, untouched, call, rows, training=False)
+            _compare(taps, plan, snapshot, call, rows, training=False)
         except Unforeseen:
             return  # other calls in evaluation mode: nothing to compare with
 
@@ -60,7 +60,7 @@ def rehearse(taps: Taps, plan: AxisPlan, untouched: Untouched, call: Arguments, 
 def gradient_norms(
     taps: Taps,
     plan: AxisPlan,
-    untouched: Untouched,
+    snapshot: ModelSnapshot,
     call: Arguments,
     rows: int,
     batched: Sequence[bool],
@@ -74,13 +74,13 @@ def gradient_norms(
     Args:
         taps: The taps of the model.
         plan: Where its calls carry the examples.
-        untouched: Puts the model back as it was.
+        snapshot: Puts the model back as it was.
         call: Arguments of the model.
         rows: The number of examples in them.
         batched: Which of the floating-point outputs carry the examples.
         only: The numbers of the outputs that make up the number; left out, all.
     """
-    with untouched.run():
+    with snapshot.restored_afterwards():
         found, _ = _tapped(taps, plan, call, rows, _parameters(taps), batched, only)
     return {name: norms.sqrt() for batch in found for name, norms in batch.square_norms.items()}
 
@@ -88,7 +88,7 @@ def gradient_norms(
 def _compare(
     taps: Taps,
     plan: AxisPlan,
-    untouched: Untouched,
+    snapshot: ModelSnapshot,
     call: Arguments,
     rows: int,
     *,
@@ -97,11 +97,11 @@ def _compare(
 ) -> None:
     owners = {name: site.label for site in taps.sites for name in site.names.values()}
     parameters = _parameters(taps)
-    with untouched.run():
+    with snapshot.restored_afterwards():
         if not training:
             taps.module.eval()
         found, out = _tapped(taps, plan, call, rows, parameters)
-    with untouched.run(), taps.paused(), custom_code_followed():
+    with snapshot.restored_afterwards(), taps.paused(), custom_code_followed():
         if not training:
             taps.module.eval()
         expected_out = _floats(taps.root_forward(*call[0], **call[1]))
@@ -120,7 +120,7 @@ def _compare(
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         pair = (_sum(found, name, zero), expected.pop(name, zero))
         if _difference(*pair, floor=1e-3 * largest) > tolerance:
-            if random and not _shows_random_numbers(taps, untouched, call, expected_out):
+            if random and not _shows_random_numbers(taps, snapshot, call, expected_out):
                 return  # the layers may have drawn other numbers, unseen; evaluation mode decides
             raise ValueError(
                 f"parameter {name!r} of {owners[name]}: the taps found another gradient than autograd. Its layer rule "
@@ -128,9 +128,9 @@ def _compare(
             )
 
 
-def _shows_random_numbers(taps: Taps, untouched: Untouched, call: Arguments, out: list[Tensor]) -> bool:
+def _shows_random_numbers(taps: Taps, snapshot: ModelSnapshot, call: Arguments, out: list[Tensor]) -> bool:
     """Tell whether the output changes with the random numbers: not so behind dropout, if the last layer is zero."""
-    with untouched.run(seed=1), taps.paused(), custom_code_followed(), torch.no_grad():
+    with snapshot.restored_afterwards(seed=1), taps.paused(), custom_code_followed(), torch.no_grad():
         other = _floats(taps.root_forward(*call[0], **call[1]))
     return any(not torch.equal(x, y) for x, y in zip(out, other, strict=True))
 

@@ -21,7 +21,7 @@ from dphero.batch_axis.plan import Unforeseen
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.hooks.snapshot import Untouched
+from dphero.hooks.snapshot import ModelSnapshot
 from dphero.hooks.tape import Tape
 from dphero.sampling.padding import Padding
 
@@ -71,12 +71,12 @@ class PaddingCheck:
         batch = Arguments(args, kwargs, rows)
         batch.axes = taps.plan.axes(structure, leaves, rows) or batch.axes
         whole = batch.take([row] * _COPIES)
-        untouched = Untouched(taps.module)
+        snapshot = ModelSnapshot(taps.module)
         problems: list[Exception] = []
         for own in (lengths, {size: size - 1 for size in lengths}):  # some models need a least length
             for short in _cuts(whole, own, batch.axes, left=padding.left):
                 try:
-                    self._try(taps, untouched, short, whole, left=padding.left)
+                    self._try(taps, snapshot, short, whole, left=padding.left)
                     return
                 except Exception as error:
                     problems.append(error)
@@ -98,11 +98,11 @@ class PaddingCheck:
         self._share = max(share, self._share)
         return more or self._looks <= _FIRST or not self._looks & (self._looks - 1)
 
-    def _try(self, taps: Taps, untouched: Untouched, short: Call, whole: Call, *, left: bool) -> None:
+    def _try(self, taps: Taps, snapshot: ModelSnapshot, short: Call, whole: Call, *, left: bool) -> None:
         """Compare in evaluation mode, where nothing is dropped, unless the model makes other calls there."""
         for training in (False, True):
             try:
-                pair = [_Gradients(taps, untouched, call, training=training) for call in (short, whole)]
+                pair = [_Gradients(taps, snapshot, call, training=training) for call in (short, whole)]
                 self._compare(pair[0], pair[1], left=left)
                 return
             except Unforeseen:
@@ -138,8 +138,8 @@ class _PaddingError(ValueError):
 class _Gradients:
     """A forward pass of the tapped model on copies of one example, and the gradients of what it returned."""
 
-    def __init__(self, taps: Taps, untouched: Untouched, call: Call, *, training: bool) -> None:
-        self._taps, self._untouched, self._call, self._training = taps, untouched, call, training
+    def __init__(self, taps: Taps, snapshot: ModelSnapshot, call: Call, *, training: bool) -> None:
+        self._taps, self._snapshot, self._call, self._training = taps, snapshot, call, training
         self.outs = [out.detach() for out in self._run({}, left=False)[1]]
         dtypes = {value.dtype for value in (*self.outs, *taps.module.parameters())}
         autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
@@ -156,7 +156,7 @@ class _Gradients:
         taps, found = self._taps, list[GradientBatch]()
         assert taps.plan is not None
         parameters = {name: site.parameters[local] for site in taps.sites for local, name in site.names.items()}
-        with self._untouched.run():
+        with self._snapshot.restored_afterwards():
             if not self._training:
                 taps.module.eval()
             tape = Tape(_COPIES, {name: identity(tuple(p.shape)) for name, p in parameters.items()}, found.append)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dphero.hooks.snapshot import Untouched
+from dphero.hooks.snapshot import ModelSnapshot
 
 __all__ = ["require_rowwise"]
 
@@ -35,10 +35,10 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
     """
     plain = rows.new_zeros(rows.shape[1:])
     coupling_strength = torch.cat([rows, torch.stack([plain, plain + 1]).to(rows.dtype)])  # never all alike
-    untouched = Untouched(transform)
+    snapshot = ModelSnapshot(transform)
 
     def outputs(inputs: Tensor) -> Tensor:
-        with untouched.run() as changes:
+        with snapshot.restored_afterwards() as changes:
             found = transform(inputs)
         _require_unwritten(changes.state, name)
         if not isinstance(found, Tensor) or found.shape[:1] != inputs.shape[:1]:

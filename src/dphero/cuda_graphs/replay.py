@@ -30,7 +30,7 @@ from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
 from dphero.cuda_graphs.replay_guards import PLAIN, Surroundings
 from dphero.functional.unbatched import NoSharedRule
-from dphero.hooks.snapshot import Untouched
+from dphero.hooks.snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
@@ -132,15 +132,15 @@ class Graphs:
         live = LiveGeometry(self._taps.geometry, device)
         made = Pass(self._taps, key, live, self._rows, structure, leaves, axes)
         made.fill(leaves, rows)
-        untouched = Untouched(self._taps.module)
+        snapshot = ModelSnapshot(self._taps.module)
         try:
-            with untouched.run():
+            with snapshot.restored_afterwards():
                 expected = made.as_usual()
             if not before.still_hold():
                 raise ValueError(refusal("its forward changes attributes of its modules"))
-            with untouched.run():
+            with snapshot.restored_afterwards():
                 made.record()
-            with untouched.run():
+            with snapshot.restored_afterwards():
                 _require_equal(expected, made.repeated())
                 _require_bounded(made)
         except (Unforeseen, NoSharedRule):

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Untouched", "buffer_name", "same"]
+__all__ = ["ModelSnapshot", "buffer_name", "same"]
 
 
-class Untouched:
+class ModelSnapshot:
     """Remembers the state of a model, and puts it back after each run.
 
     Args:
@@ -39,7 +39,7 @@ class Untouched:
         self._own_generators = [value for value in attributes if isinstance(value, torch.Generator)]
 
     @contextmanager
-    def run(self, seed: int | None = None) -> Iterator[Changes]:
+    def restored_afterwards(self, seed: int | None = None) -> Iterator[Changes]:
         """Run something; say what it changed; put everything back, random generators included.
 
         Args:
