@@ -18,7 +18,7 @@ from torch import Tensor
 from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.call_site import Place
 
-__all__ = ["Axes", "AxisPlan", "AxisTrace", "Call", "Key", "Notes", "Traced", "TracedCall", "Unforeseen"]
+__all__ = ["Axes", "AxisPlan", "AxisTrace", "Call", "Key", "Notes", "Traced", "TracedCall", "UnknownCallError"]
 
 Key = tuple[str, str, Place]
 Call = tuple[Key, int]
@@ -32,7 +32,7 @@ _MOST_ANSWERS = 1 << 14
 """How many layouts are remembered, of calls at various batch sizes."""
 
 
-class Unforeseen(RuntimeError):
+class UnknownCallError(RuntimeError):
     """The model did something that it had not done when it was examined."""
 
 
@@ -107,7 +107,9 @@ class AxisPlan:
     def end(self) -> None:
         for key, number in self._varied.items():
             if self._counter[key] not in (0, number):
-                raise Unforeseen(f"{key[0] or 'the model'!r} made {self._counter[key]} calls of {key[1]}, not {number}")
+                raise UnknownCallError(
+                    f"{key[0] or 'the model'!r} made {self._counter[key]} calls of {key[1]}, not {number}"
+                )
 
     def next(self, key: Key) -> Axes | None:
         known = self._known.get(key)
@@ -135,7 +137,7 @@ class AxisPlan:
 def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) -> list[BatchAxis]:
     """Return where tensors of these shapes carry the examples, if they do so in these axes."""
     if axes is None or len(axes) != len(shapes):
-        raise Unforeseen(f"{call} made a call that it had not made when it was examined")
+        raise UnknownCallError(f"{call} made a call that it had not made when it was examined")
     fits = [
         BatchAxis.fit(axis, shape, rows) if len(shape) == dimensions else None
         for (dimensions, axis, _), shape in zip(axes, shapes, strict=True)
@@ -146,7 +148,9 @@ def _fit(axes: Axes | None, shapes: Sequence[torch.Size], rows: int, call: str) 
         if layout is not None and (folded or layout.fold == 1)
     ]
     if len(layouts) < len(fits):
-        raise Unforeseen(f"{call}: shapes {[*map(tuple, shapes)]} do not carry {rows} examples where they did before")
+        raise UnknownCallError(
+            f"{call}: shapes {[*map(tuple, shapes)]} do not carry {rows} examples where they did before"
+        )
     return layouts
 
 

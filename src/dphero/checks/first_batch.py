@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.axis import BatchAxis, compare_shapes
 from dphero.batch_axis.plan import Axes, AxisPlan, AxisTrace, Call, Traced
-from dphero.checks.gradient_check import gradient_norms, rehearse
+from dphero.checks.gradient_check import gradient_norms, compare_with_autograd
 from dphero.functional.unbatched import NoSharedRule, plain
 from dphero.functional.vmap import vmapped
 from dphero.hooks.snapshot import ModelSnapshot, same
@@ -118,7 +118,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
     for way in ways:
         batch.axes = way
         try:
-            with _full_precision(), _thawed(taps):
+            with _full_precision(), _all_trainable(taps):
                 plan = _Examination(taps, batch).run()
             break
         except Exception as error:
@@ -142,7 +142,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
 
 
 @contextmanager
-def _thawed(taps: Taps) -> Iterator[None]:
+def _all_trainable(taps: Taps) -> Iterator[None]:
     """Let all parameters of the engine be trained here: those that are frozen now may not be later."""
     known = [site.parameters[local] for site in taps.sites for local in site.names]
     frozen = [parameter for parameter in known if not parameter.requires_grad]
@@ -160,7 +160,7 @@ def _passes(taps: Taps, batch: Arguments) -> bool:
     rules = [site.rule for site in taps.sites]
     examination = _Examination(taps, batch)
     try:
-        with _thawed(taps):
+        with _all_trainable(taps):
             examination.run()
     except Exception:
         return False
@@ -227,7 +227,9 @@ class _Examination:
                     others, run, _ = self._settle([[row] * size for size in _SIZES])
                     plan = plan.joined(AxisPlan(others, [self._batch.way], True, run.written))
                 for batch in (mixed[0], *([row] * _SIZES[0] for row in self._unlike)):
-                    rehearse(self._taps, plan, self._snapshot, self._batch.take(batch), _SIZES[0], random=small.random)
+                    compare_with_autograd(
+                        self._taps, plan, self._snapshot, self._batch.take(batch), _SIZES[0], random=small.random
+                    )
                 if len(rows) > 1:
                     self._compare_gradients(plan, rows, mixed[0], small.random)
                 return plan
@@ -324,10 +326,10 @@ class _Examination:
                     "Such a model cannot be made private."
                 )
         _require_same_state(small, large)
-        self._compare_companies(rows, small, layouts)
+        self._compare_with_copies(rows, small, layouts)
         if small.random:
             for seed in _SEEDS:
-                self._compare_companies(rows, self._record(mixed[0], seed=seed), layouts, seed)
+                self._compare_with_copies(rows, self._record(mixed[0], seed=seed), layouts, seed)
         if small.random:  # dropout draws other numbers at another size
             small, large = (self._record(rows, training=False) for rows in mixed)
         if small.random:
@@ -343,7 +345,7 @@ class _Examination:
             short = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
             _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
 
-    def _compare_companies(
+    def _compare_with_copies(
         self, rows: list[int], small: _Run, layouts: Mapping[Traced, BatchAxis | None], seed: int | None = None
     ) -> None:
         """Check that each example gives the same as among copies of itself."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dphero.batch_axis.plan import AxisPlan, Unforeseen
+from dphero.batch_axis.plan import AxisPlan, UnknownCallError
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
@@ -25,7 +25,7 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["gradient_norms", "rehearse"]
+__all__ = ["gradient_norms", "compare_with_autograd"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -34,7 +34,9 @@ _SHORT_TOLERANCE = 0.2
 """In bfloat16 and float16."""
 
 
-def rehearse(taps: Taps, plan: AxisPlan, snapshot: ModelSnapshot, call: Arguments, rows: int, *, random: bool) -> None:
+def compare_with_autograd(
+    taps: Taps, plan: AxisPlan, snapshot: ModelSnapshot, call: Arguments, rows: int, *, random: bool
+) -> None:
     """Run one backward pass through the taps, and check what it finds.
 
     Args:
@@ -53,7 +55,7 @@ def rehearse(taps: Taps, plan: AxisPlan, snapshot: ModelSnapshot, call: Argument
     if random:
         try:
             _compare(taps, plan, snapshot, call, rows, training=False)
-        except Unforeseen:
+        except UnknownCallError:
             return  # other calls in evaluation mode: nothing to compare with
 
 

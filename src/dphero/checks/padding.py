@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dphero.batch_axis.arguments import Arguments
-from dphero.batch_axis.plan import Unforeseen
+from dphero.batch_axis.plan import UnknownCallError
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
@@ -42,7 +42,7 @@ _SHORT_TOLERANCE = 0.05
 _SMALL = 1e-2
 """Of the largest norm: rounding shows in what is smaller."""
 
-_READINGS = 8
+_MOST_CUTS = 8
 """How many ways to cut arguments are tried."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -105,7 +105,7 @@ class PaddingCheck:
                 pair = [_Gradients(taps, snapshot, call, training=training) for call in (short, whole)]
                 self._compare(pair[0], pair[1], left=left)
                 return
-            except Unforeseen:
+            except UnknownCallError:
                 if training:
                     raise
 
@@ -183,15 +183,15 @@ def _cuts(call: Call, lengths: Mapping[int, int], axes: Sequence[int | None], *,
     (both of a matrix of attention, one of positions and features). None is, where no tensor has such an axis.
     """
     leaves, structure = tree_flatten(call)
-    readings: list[list[Any]] = []
+    choices_by_leaf: list[list[Any]] = []
     for leaf, rows in zip(leaves, axes, strict=True):
         shape = leaf.shape if isinstance(leaf, Tensor) else ()
         found = [axis for axis, size in enumerate(shape) if axis != rows and lengths.get(size, size) < size]
         choices = [found, *([axis] for axis in found if len(found) > 1)]
-        readings.append([_narrowed(leaf, choice, lengths, left=left) for choice in choices])
-    if all(len(each) == 1 and each[0] is leaf for each, leaf in zip(readings, leaves, strict=True)):
+        choices_by_leaf.append([_narrowed(leaf, choice, lengths, left=left) for choice in choices])
+    if all(len(each) == 1 and each[0] is leaf for each, leaf in zip(choices_by_leaf, leaves, strict=True)):
         return []
-    return [tree_unflatten(list(reading), structure) for reading in islice(product(*readings), _READINGS)]
+    return [tree_unflatten(list(chosen), structure) for chosen in islice(product(*choices_by_leaf), _MOST_CUTS)]
 
 
 def _narrowed(leaf: Any, axes: Sequence[int], lengths: Mapping[int, int], *, left: bool) -> Any:

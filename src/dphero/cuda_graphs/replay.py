@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dphero.batch_axis.plan import Unforeseen
+from dphero.batch_axis.plan import UnknownCallError
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
 from dphero.cuda_graphs.replay_guards import PLAIN, Surroundings
@@ -143,7 +143,7 @@ class Graphs:
             with snapshot.restored_afterwards():
                 _require_equal(expected, made.repeated())
                 _require_bounded(made)
-        except (Unforeseen, NoSharedRule):
+        except (UnknownCallError, NoSharedRule):
             raise
         except RuntimeError as error:
             cause: BaseException = error

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dphero.batch_axis.axis import BatchAxis
-from dphero.batch_axis.plan import Key, Unforeseen
+from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
 from dphero.functional.rules import Reading, read
@@ -202,7 +202,9 @@ def _elementwise(
             continue
         aligned = [1] * (len(shape) - tensor.dim()) + list(tensor.shape)
         if layout is None:
-            raise Unforeseen(f"{tensor.label}: {operation.name} gave shape {tuple(shape)} for {taps.rows} examples")
+            raise UnknownCallError(
+                f"{tensor.label}: {operation.name} gave shape {tuple(shape)} for {taps.rows} examples"
+            )
         if aligned[axis] != 1 and times and times[axis] % taps.rows == 0:
             return _repeated(taps, tape, layout, aligned, times, tensor)
         if aligned[axis] != 1:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dphero.batch_axis.axis import BatchAxis, arrange
 from dphero.batch_axis.call_site import place_in_code
-from dphero.batch_axis.plan import AxisPlan, AxisTrace, Key, Notes, Unforeseen
+from dphero.batch_axis.plan import AxisPlan, AxisTrace, Key, Notes, UnknownCallError
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.dispatch import attached, follow
 from dphero.functional.operation import Operation
@@ -183,7 +183,7 @@ class Taps:
                     tape = self.new_tape(rows)
                 out = self.run(self.plan, tape, args, kwargs)
                 return plain(out) if isinstance(out, Tensor) else tree_map(plain, out)
-            except Unforeseen as error:
+            except UnknownCallError as error:
                 if attempt == _ATTEMPTS:
                     raise RuntimeError(
                         f"{error}. A private model must make the same calls for every batch of one shape."

@@ -221,9 +221,9 @@ class LossCheck:
                     'declared: declare loss_reduction="mean", or divide by a constant such as the expected batch size'
                 )
             self._divided_by_rows = rows
-        self._check_company(loss, rows)
+        self._check_coupling(loss, rows)
 
-    def _check_company(self, loss: Tensor, rows: int) -> None:
+    def _check_coupling(self, loss: Tensor, rows: int) -> None:
         """Refuse a loss in which examples meet, as far as that can be tried out without harm."""
         if any(map(is_custom, nodes_below(loss.grad_fn, until=OUTPUT))):  # may be differentiated only once
             return

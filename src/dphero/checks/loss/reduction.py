@@ -81,7 +81,7 @@ class ReductionCheck:
                     self._check_reduction(node, reduction, factors)
                     self._check_scale(shape_of(*children[0]), reduction, factors)
                     self._check_rows(*children[0], averaged)
-                    self._check_company(children[0][0])
+                    self._check_coupling(children[0][0])
             if linear:
                 factors += _factor(node, kind)
                 todo += [(child, factors, averaged) for child, _ in children]
@@ -164,7 +164,7 @@ class ReductionCheck:
                     "without a scaler, with bfloat16 if need be."
                 )
 
-    def _check_company(self, node: Any) -> None:
+    def _check_coupling(self, node: Any) -> None:
         """Refuse what lets examples meet between the model's output and the place where the batch is reduced."""
         if self._in_model:
             return
