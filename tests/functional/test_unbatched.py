@@ -292,7 +292,7 @@ def test_a_module_that_cannot_be_followed_is_recomputed() -> None:
     check(model.double(), (sequences(6).double(),), loss, tolerance=1e-8)  # as many rows as the mask has
     with Tapped(model, 6) as tapped:
         model(sequences(6).double())
-        assert [site.rule is vmapped for site in tapped.taps.sites if site.module is inner] == [True]
+        assert [site.rule is vmapped for site in tapped.taps.hooked_modules if site.module is inner] == [True]
 
 
 # -- these tests can fail -------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.axis import BatchAxis, compare_shapes
 from dphero.batch_axis.plan import Axes, AxisPlan, AxisTrace, Call, Traced
-from dphero.checks.gradient_check import gradient_norms, compare_with_autograd
-from dphero.functional.unbatched import NoSharedRule, plain
+from dphero.checks.gradient_check import compare_with_autograd, gradient_norms
+from dphero.functional.unbatched import CannotFollowError, plain
 from dphero.functional.vmap import vmapped
 from dphero.hooks.snapshot import ModelSnapshot, same
 from dphero.numerics.trees import tree_flatten
@@ -144,7 +144,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
 @contextmanager
 def _all_trainable(taps: Taps) -> Iterator[None]:
     """Let all parameters of the engine be trained here: those that are frozen now may not be later."""
-    known = [site.parameters[local] for site in taps.sites for local in site.names]
+    known = [hooked.parameters[local] for hooked in taps.hooked_modules for local in hooked.names]
     frozen = [parameter for parameter in known if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -157,7 +157,7 @@ def _all_trainable(taps: Taps) -> Iterator[None]:
 
 def _passes(taps: Taps, batch: Arguments) -> bool:
     """Tell whether a model could be private if the batch were read so; something of the examples must come out then."""
-    rules = [site.rule for site in taps.sites]
+    rules = [hooked.rule for hooked in taps.hooked_modules]
     examination = _Examination(taps, batch)
     try:
         with _all_trainable(taps):
@@ -165,8 +165,8 @@ def _passes(taps: Taps, batch: Arguments) -> bool:
     except Exception:
         return False
     finally:
-        for site, rule in zip(taps.sites, rules, strict=True):
-            site.rule = rule
+        for hooked, rule in zip(taps.hooked_modules, rules, strict=True):
+            hooked.rule = rule
     return any(examination.carrying)
 
 
@@ -191,23 +191,23 @@ class _Examination:
         of experts). Then that module is recomputed example by example, and what comes out of it is compared.
         """
         suspected: dict[str, MixedExamplesError] = {}
-        rules = [(site, site.rule) for site in self._taps.sites]
+        rules = [(hooked, hooked.rule) for hooked in self._taps.hooked_modules]
         while True:
             try:
                 return self._attempt()
             except MixedExamplesError as error:
-                site = next((site for site in self._taps.sites if site.path == error.inside), None)
+                hooked = next((hooked for hooked in self._taps.hooked_modules if hooked.path == error.inside), None)
                 problem: Exception = error
-                if site is not None and site.path not in suspected and site.rule is not vmapped:
-                    suspected[site.path] = error
-                    site.rule = vmapped
+                if hooked is not None and hooked.path not in suspected and hooked.rule is not vmapped:
+                    suspected[hooked.path] = error
+                    hooked.rule = vmapped
                     self._hints.clear()
                     continue
             except Exception as error:
                 problem = error
             if suspected:
-                for site, rule in rules:
-                    site.rule = rule
+                for hooked, rule in rules:
+                    hooked.rule = rule
                 if not isinstance(problem, MixedExamplesError):
                     problem = next(iter(suspected.values()))
             raise problem
@@ -233,10 +233,10 @@ class _Examination:
                 if len(rows) > 1:
                     self._compare_gradients(plan, rows, mixed[0], small.random)
                 return plan
-            except NoSharedRule as error:
-                if error.site is None or error.site.rule is vmapped:
+            except CannotFollowError as error:
+                if error.owner is None or error.owner.rule is vmapped:
                     raise
-                error.site.rule = vmapped  # recompute that module example by example
+                error.owner.rule = vmapped  # recompute that module example by example
                 self._hints.clear()
         raise AssertionError
 
@@ -245,7 +245,7 @@ class _Examination:
         recording = AxisTrace(len(rows), self._hints)
 
         def note(child: nn.Module, _: Any, out: Any) -> None:
-            if any(site.rule is vmapped for site in self._taps.stack):
+            if any(hooked.rule is vmapped for hooked in self._taps.stack):
                 return  # what counts is what comes out of such a module
             for leaf in tree_flatten(out)[0]:
                 if isinstance(leaf, Tensor) and id(child) in self._labels:

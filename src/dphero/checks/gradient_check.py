@@ -25,7 +25,7 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["gradient_norms", "compare_with_autograd"]
+__all__ = ["compare_with_autograd", "gradient_norms"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -97,7 +97,7 @@ def _compare(
     training: bool,
     random: bool = False,
 ) -> None:
-    owners = {name: site.label for site in taps.sites for name in site.names.values()}
+    owners = {name: hooked.label for hooked in taps.hooked_modules for name in hooked.names.values()}
     parameters = _parameters(taps)
     with snapshot.restored_afterwards():
         if not training:
@@ -138,7 +138,7 @@ def _shows_random_numbers(taps: Taps, snapshot: ModelSnapshot, call: Arguments, 
 
 
 def _parameters(taps: Taps) -> dict[str, nn.Parameter]:
-    return {name: site.parameters[local] for site in taps.sites for local, name in site.names.items()}
+    return {name: hooked.parameters[local] for hooked in taps.hooked_modules for local, name in hooked.names.items()}
 
 
 def _tapped(

@@ -155,7 +155,9 @@ class _Gradients:
     def _run(self, shapes: Mapping[int, torch.Size], *, left: bool) -> tuple[list[GradientBatch], list[Tensor]]:
         taps, found = self._taps, list[GradientBatch]()
         assert taps.plan is not None
-        parameters = {name: site.parameters[local] for site in taps.sites for local, name in site.names.items()}
+        parameters = {
+            name: hooked.parameters[local] for hooked in taps.hooked_modules for local, name in hooked.names.items()
+        }
         with self._snapshot.restored_afterwards():
             if not self._training:
                 taps.module.eval()

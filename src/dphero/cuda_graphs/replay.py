@@ -29,7 +29,7 @@ from dphero.batch_axis.plan import UnknownCallError
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
 from dphero.cuda_graphs.replay_guards import PLAIN, Surroundings
-from dphero.functional.unbatched import NoSharedRule
+from dphero.functional.unbatched import CannotFollowError
 from dphero.hooks.snapshot import ModelSnapshot
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Graphs:
             with snapshot.restored_afterwards():
                 _require_equal(expected, made.repeated())
                 _require_bounded(made)
-        except (UnknownCallError, NoSharedRule):
+        except (UnknownCallError, CannotFollowError):
             raise
         except RuntimeError as error:
             cause: BaseException = error

@@ -19,7 +19,7 @@ from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
 from dphero.functional.rules import Reading, read
-from dphero.functional.unbatched import NoSharedRule, Origin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
+from dphero.functional.unbatched import CannotFollowError, Origin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.pieces import Explicit, Piece
 
@@ -41,11 +41,11 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
     path, label, key = shared[0].path, shared[0].label, taps.key(shared[0].path, operation.name)
     origins = list({id(origin): origin for value in shared for origin in value.value.origins}.values())
 
-    def refused() -> NoSharedRule:
-        site = taps.stack[-1] if taps.stack else None  # whose code this is
-        names = set(site.names.values()) if site is not None else set()
+    def refused() -> CannotFollowError:
+        owner = taps.stack[-1] if taps.stack else None  # whose code this is
+        names = set(owner.names.values()) if owner is not None else set()
         own = all(isinstance(origin, ParameterOrigin) and origin.name in names for origin in origins)
-        return NoSharedRule(label, operation.name, site if own else None)
+        return CannotFollowError(label, operation.name, owner if own else None)
 
     target = args[0] if operation.in_place or kwargs.get("inplace") is True else None
     if isinstance(target, UnbatchedTensor):
@@ -78,7 +78,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
 
 
 def _make_writable(
-    target: UnbatchedTensor, origins: Sequence[Origin], taps: Context, refused: Callable[[], NoSharedRule]
+    target: UnbatchedTensor, origins: Sequence[Origin], taps: Context, refused: Callable[[], CannotFollowError]
 ) -> None:
     """Let an operation change a shared value in place: where torch forbids that, a copy of it.
 
@@ -100,7 +100,7 @@ def _meet(
     tensors: list[Tensor],
     args: Any,
     kwargs: Any,
-    refused: Callable[[], NoSharedRule],
+    refused: Callable[[], CannotFollowError],
 ) -> Any:
     """Run the operation in which shared values meet the batch, in ``axis`` of its result."""
     shared = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
@@ -148,7 +148,7 @@ def _example_by_example(
     operation: Operation,
     tensors: list[Tensor],
     place: int,
-    refused: Callable[[], NoSharedRule],
+    refused: Callable[[], CannotFollowError],
 ) -> None:
     """Watch the output (at its place in the result) once, and differentiate anew when its gradient arrives."""
     values = [tensor.value if isinstance(tensor, UnbatchedTensor) else None for tensor in tensors]
@@ -185,7 +185,7 @@ def _elementwise(
     operation: Operation,
     args: Any,
     tensors: list[Tensor],
-    refused: Callable[[], NoSharedRule],
+    refused: Callable[[], CannotFollowError],
 ) -> Tensor:
     """Run an operation that broadcasts, with a copy of each shared value for each example."""
     func = operation.func

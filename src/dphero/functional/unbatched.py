@@ -22,23 +22,23 @@ from dphero.functional.operation import take_apart
 from dphero.functional.rules import SIMPLER
 from dphero.gradients.pieces import Explicit, Outer, Piece
 
-__all__ = ["LayerOrigin", "NoSharedRule", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
+__all__ = ["CannotFollowError", "LayerOrigin", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
 
 
-class NoSharedRule(RuntimeError):
+class CannotFollowError(RuntimeError):
     """An operation takes a shared value to a batch in a way that cannot be followed.
 
     Attributes:
-        site: The module in whose code it happened, where all parameters in question are its own.
+        owner: The module in whose code it happened, where all parameters in question are its own.
     """
 
-    def __init__(self, label: str, operation: str, site: Owner | None) -> None:
+    def __init__(self, label: str, operation: str, owner: Owner | None) -> None:
         super().__init__(
             f"{label}: what {operation} does to its parameters cannot be followed example by example. Use the "
             "out-of-place form of the operation, or move it into a module of its own and register a rule for "
             "that with @dphero.register."
         )
-        self.site = site
+        self.owner = owner
 
 
 class Origin:
@@ -181,7 +181,7 @@ class UnbatchedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             operation, tensors = take_apart(func, args, kwargs)
             if operation.name == "__set__":
-                raise NoSharedRule(args[0].label, "setting an attribute of a parameter", None)
+                raise CannotFollowError(args[0].label, "setting an attribute of a parameter", None)
             shared = next((tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)), None)
             if shared is not None and shared.taps.following and torch.is_grad_enabled():
                 return shared.taps.follow(operation, tensors, args, kwargs)

@@ -1,4 +1,4 @@
-"""Sites: the modules of a model that own trainable parameters, and how their ``forward`` is replaced and given back."""
+"""Hooked modules: those that own trainable parameters, and how their ``forward`` is replaced and given back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dphero.layers import Rule, find_rule
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["HookedModule", "Slot", "TappedCall", "eager", "find_sites", "replace_forward", "swapped"]
+__all__ = ["HookedModule", "Slot", "TappedCall", "eager", "find_hooked_modules", "replace_forward", "swapped"]
 
 Slot = tuple[dict[str, nn.Parameter | None], str]
 """Where a module keeps a parameter."""
@@ -58,17 +58,17 @@ class HookedModule:
 
 
 class TappedCall:
-    """One call of one site: what a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""
+    """One call of one hooked module: what a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""
 
-    def __init__(self, taps: Taps, site: HookedModule) -> None:
-        self._taps, self._site = taps, site
-        self.module, self.parameters, self.original = site.module, site.parameters, site.original
-        self.memory, self.holding, self.paused = site.memory, site.holding, taps.paused
+    def __init__(self, taps: Taps, hooked: HookedModule) -> None:
+        self._taps, self._hooked = taps, hooked
+        self.module, self.parameters, self.original = hooked.module, hooked.parameters, hooked.original
+        self.memory, self.holding, self.paused = hooked.memory, hooked.holding, taps.paused
 
     @property
     def label(self) -> str:
         """Name and type of the module, for messages."""
-        return self._site.label
+        return self._hooked.label
 
     def __getitem__(self, name: str) -> Tensor:
         parameter = self.parameters.get(name, self.module._parameters.get(name))
@@ -81,19 +81,19 @@ class TappedCall:
 
     def wants(self, name: str) -> bool:
         """Tell whether the gradient of this parameter is asked for."""
-        return name in self._site.names
+        return name in self._hooked.names
 
     def tap(
         self, compute: Callable[[], Tensor], make: PieceMaker, *saved: Any, role: str = "", split: bool = False
     ) -> Tensor:
         """See :meth:`dphero.layers.call.LayerCall.tap`."""
-        return self._taps.tap(self._site, role, compute, make, saved, split)
+        return self._taps.tap(self._hooked, role, compute, make, saved, split)
 
 
-def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HookedModule]:
-    """Return the sites of a model, given the parameters whose gradients are wanted."""
+def find_hooked_modules(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HookedModule]:
+    """Return the hooked modules of a model, given the parameters whose gradients are wanted."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    sites = []
+    hooked_modules = []
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
             raise ValueError(
@@ -103,8 +103,8 @@ def find_sites(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
             continue
         slots = {local: slot for local, slot in _slots(child) if id(slot[0][slot[1]]) in name_of}
         if slots:
-            sites.append(HookedModule(path, child, slots, name_of))
-    return sites
+            hooked_modules.append(HookedModule(path, child, slots, name_of))
+    return hooked_modules
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:

@@ -1,6 +1,6 @@
 """Taps: a model's layers report their input and output gradient while the user's own loop runs.
 
-While a model is private, each module that owns trainable parameters (a *site*) has its ``forward``
+While a model is private, each module that owns trainable parameters (a *hooked module*) has its ``forward``
 replaced, on the instance, by the rule of its layer family. A rule computes the same output from *detached*
 parameters, so that autograd spends nothing on parameter gradients, and taps that output. All other code that
 uses a parameter meets an :class:`~dphero.functional.unbatched.UnbatchedTensor` in its place. The model keeps its
@@ -30,7 +30,7 @@ from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Unbatched,
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.gradients.pieces import Piece
-from dphero.hooks.modules import HookedModule, Slot, TappedCall, eager, find_sites, replace_forward, swapped
+from dphero.hooks.modules import HookedModule, Slot, TappedCall, eager, find_hooked_modules, replace_forward, swapped
 from dphero.hooks.snapshot import buffer_name
 from dphero.hooks.tape import Tape
 from dphero.numerics.trees import tree_flatten, tree_map
@@ -52,7 +52,7 @@ class Replay(Protocol):
 
 
 class Taps:
-    """Attaches rules to the sites of a model and opens a tape for each physical batch.
+    """Attaches rules to the hooked modules of a model and opens a tape for each physical batch.
 
     Args:
         module: The model.
@@ -69,7 +69,7 @@ class Taps:
     Attributes:
         plan: What was learned about where each call carries the examples.
         following: Whether a forward pass is being tapped.
-        stack: The sites that are running, one inside the other.
+        stack: The hooked modules that are running, one inside the other.
         is_paused: Whether the model runs untapped.
         is_reading: Whether gradients of shared values are being carried back to their parameters.
     """
@@ -98,9 +98,11 @@ class Taps:
         self.stack: list[HookedModule] = []
         self._shared: dict[int, UnbatchedTensor] = {}
         self._replay = None if replay is None else replay(self)
-        self.sites = find_sites(module, parameters)
+        self.hooked_modules = find_hooked_modules(module, parameters)
         self._names = {
-            id(p): (site.names[local], site) for site in reversed(self.sites) for local, p in site.parameters.items()
+            id(p): (hooked.names[local], hooked)
+            for hooked in reversed(self.hooked_modules)
+            for local, p in hooked.parameters.items()
         }
         self._slots = [
             (child._parameters, local)
@@ -111,7 +113,7 @@ class Taps:
         # those that require a gradient now and are not trained are constants
         self._known = {id(table[local]): table[local] for table, local in self._slots}
         self._note_modules()
-        forwards = {site.module: self._site_forward(site) for site in self.sites}
+        forwards = {hooked.module: self._hooked_forward(hooked) for hooked in self.hooked_modules}
         self.root_forward = forwards.get(module, module.forward)
         forwards[module] = eager(self._run_root)
         self._undo = [replace_forward(child, forward) for child, forward in forwards.items()]
@@ -239,7 +241,7 @@ class Taps:
         return tape
 
     def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward pass in which the sites are tapped and their parameters are shared values."""
+        """Run a forward pass in which the hooked modules are tapped and their parameters are shared values."""
         before = (self._notes, self.tape)
         self._notes, self.tape, self.following = notes, tape, True
         notes.begin()
@@ -252,23 +254,23 @@ class Taps:
             self._notes, self.tape, self.following = *before, False
             self.stack.clear()
 
-    def _site_forward(self, site: HookedModule) -> Callable[..., Any]:
+    def _hooked_forward(self, hooked: HookedModule) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.following:
-                self.stack.append(site)
-                out = site.rule(TappedCall(self, site), *args, **kwargs)
+                self.stack.append(hooked)
+                out = hooked.rule(TappedCall(self, hooked), *args, **kwargs)
                 self.stack.pop()
                 return out
             if not self._active:
-                return site.original(*args, **kwargs)
+                return hooked.original(*args, **kwargs)
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
-                    f"{site.label} was called again during the backward pass, by a way of gradient checkpointing that "
-                    "is not torch.utils.checkpoint's. It would save no memory in private training, which keeps the "
+                    f"{hooked.label} was called again during the backward pass, by gradient checkpointing of another "
+                    "kind than torch.utils.checkpoint's. It would save no memory in private training, which keeps the "
                     "input of every layer: switch it off, and lower physical_batch_size to save memory."
                 )
             raise RuntimeError(
-                f"{site.label} was called by itself while the model is private. Call the whole model, so "
+                f"{hooked.label} was called by itself while the model is private. Call the whole model, so "
                 "that each example's gradient is complete, or use `with engine.paused():` for other data."
             )
 
@@ -283,9 +285,9 @@ class Taps:
             return parameter.detach()
         shared = self._shared.get(id(parameter))
         if shared is None or shared.plain.data_ptr() != parameter.data_ptr() or shared.plain.dtype != parameter.dtype:
-            name, site = self._names[id(parameter)]
-            origin = ParameterOrigin(name, parameter, self, site.label)
-            shared = UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, site.path, site.label)
+            name, hooked = self._names[id(parameter)]
+            origin = ParameterOrigin(name, parameter, self, hooked.label)
+            shared = UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, hooked.path, hooked.label)
             self._shared[id(parameter)] = shared
         return shared
 
@@ -293,29 +295,31 @@ class Taps:
 
     def tap(
         self,
-        site: HookedModule,
+        hooked: HookedModule,
         role: str,
         compute: Callable[[], Tensor],
         make: PieceMaker,
         saved: tuple[Any, ...],
         split: bool = False,
     ) -> Tensor:
-        """Compute and tap one output of a site (see :meth:`TappedCall.tap`)."""
+        """Compute and tap one output of a hooked module (see :meth:`TappedCall.tap`)."""
         out = compute()
         if not torch.is_grad_enabled():
             return out
         saved = tuple(map(plain, saved))
         inputs = [value for value in saved if isinstance(value, Tensor)]
-        layouts = self.notes.layouts(self.key(site.path, role), [plain(out)], inputs, self.rows, site.label)
+        layouts = self.notes.layouts(self.key(hooked.path, role), [plain(out)], inputs, self.rows, hooked.label)
         if layouts[0].shared:
-            return self._share(site, out, make, saved, split)
+            return self._share(hooked, out, make, saved, split)
         if self.tape is None or isinstance(out, UnbatchedTensor):
             return plain(out)
         out = attached(out, inputs)
-        self.watch(out, layouts, make, saved, site.label, names=site.names, split=split)
+        self.watch(out, layouts, make, saved, hooked.label, names=hooked.names, split=split)
         return out
 
-    def _share(self, site: HookedModule, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
+    def _share(
+        self, hooked: HookedModule, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool
+    ) -> Tensor:
         """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
         rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
         kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]
@@ -326,10 +330,10 @@ class Taps:
             if not split and out.dim() > 1:
                 values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
             found = {local: piece.folded(rows) for local, piece in make(*values).items()}
-            return {site.names[local]: piece for local, piece in found.items() if local in site.names}
+            return {hooked.names[local]: piece for local, piece in found.items() if local in hooked.names}
 
-        origin = LayerOrigin(out, list(site.names.values()), pieces, self, site.label)
-        return UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, site.path, site.label)
+        origin = LayerOrigin(out, list(hooked.names.values()), pieces, self, hooked.label)
+        return UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, hooked.path, hooked.label)
 
     def watch(
         self,
