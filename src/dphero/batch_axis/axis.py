@@ -18,7 +18,7 @@ class BatchAxis:
     """Where the n examples lie in a tensor.
 
     Attributes:
-        axis: The axis that carries them; ``None`` when the tensor is *shared*, the same for all examples
+        axis: The axis that carries them; ``None`` when the tensor is *unbatched*, the same for all examples
             (a position embedding looked up over an ``arange``).
         fold: How many consecutive entries of that axis belong to one example; 1 unless other axes were
             folded into the batch, as in ``tokens.reshape(batch * length, width)``.
@@ -28,7 +28,7 @@ class BatchAxis:
     fold: int = 1
 
     @property
-    def shared(self) -> bool:
+    def unbatched(self) -> bool:
         """Whether the tensor carries no example at all."""
         return self.axis is None
 
@@ -47,11 +47,11 @@ class BatchAxis:
     def fit(axis: int | None, shape: torch.Size, examples: int) -> BatchAxis | None:
         """Return the layout of a tensor of this shape, its axis being known; ``None`` where it cannot be."""
         if axis is None:
-            return _SHARED
+            return _UNBATCHED
         return _fit(axis, shape[axis], examples) if axis < len(shape) else None
 
 
-_SHARED = BatchAxis(None)
+_UNBATCHED = BatchAxis(None)
 
 
 @lru_cache(maxsize=4096)

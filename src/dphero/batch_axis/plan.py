@@ -1,6 +1,6 @@
 """What was learned about a model: in which axis each of its calls carries the examples.
 
-A *call* is one tapped output of a layer rule, or one operation on a shared value. Calls are counted within one
+A *call* is one tapped output of a layer rule, or one operation on an unbatched value. Calls are counted within one
 forward pass under a key: the path of the module that owns the parameters, the operation, and the place in the
 model's code from which it is called.
 """

@@ -337,7 +337,7 @@ class _Examination:
         for key, tensor in small.recording.trace.items():
             other = large.recording.trace.get(key)
             layout = None if other is None else compare_shapes(tensor.shape, other.shape, *_SIZES)
-            if other is None or layout is None or layout.shared or not tensor.is_floating_point():
+            if other is None or layout is None or layout.unbatched or not tensor.is_floating_point():
                 continue
             places = [mixed[1].index(row) for row in mixed[0]]
             first, second = layout.split(tensor, _SIZES[0]), layout.split(other, _SIZES[1])[places]
@@ -356,7 +356,7 @@ class _Examination:
                 self._unlike.append(row)  # a mask that is left out where no example needs it
             for key in small.recording.trace:  # in the order in which they came: the first is the cause
                 layout = layouts.get(key)
-                if layout is None or layout.shared or key not in alone.recording.trace:
+                if layout is None or layout.unbatched or key not in alone.recording.trace:
                     continue
                 outputs = [run.recording.trace[key] for run in (small, alone)]
                 if outputs[0].shape != outputs[1].shape:
@@ -424,7 +424,7 @@ class _Examination:
 
 def _carrying(small: _Run, large: _Run) -> list[bool]:
     layouts = [compare_shapes(a, b, *_SIZES) for a, b in zip(small.returned, large.returned, strict=False)]
-    return [layout is not None and not layout.shared for layout in layouts]
+    return [layout is not None and not layout.unbatched for layout in layouts]
 
 
 @contextmanager

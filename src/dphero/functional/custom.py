@@ -51,8 +51,8 @@ def _follow(function: type[Function], *args: Any, **kwargs: Any) -> Any:
         _say_once()
         run, _, *inputs = args
         return run(*inputs)
-    shared = next((each for each in args if isinstance(each, UnbatchedTensor)), None)
-    if shared is None or not shared.taps.following or not torch.is_grad_enabled():
+    unbatched = next((each for each in args if isinstance(each, UnbatchedTensor)), None)
+    if unbatched is None or not unbatched.taps.following or not torch.is_grad_enabled():
         return _apply(function, *args, **kwargs)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _follow(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply.__name__ = function.__name__
     operation, tensors = take_apart(apply, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return shared.taps.follow(operation, tensors, args, kwargs)
+        return unbatched.taps.follow(operation, tensors, args, kwargs)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Shared values are followed through the model's code; where one meets the batch, its gradient is read off.
+"""Unbatched values are followed through the model's code; where one meets the batch, its gradient is read off.
 
 Elementwise operations get the value once per example (a view, no memory), and autograd does the rest. Products,
 convolutions and look-ups give pieces without forming anything (:mod:`dphero.functional.rules`). Any other operation is
@@ -27,19 +27,19 @@ __all__ = ["attached", "follow"]
 
 
 def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-    """Run an operation on shared values.
+    """Run an operation on unbatched values.
 
     Args:
         taps: The taps of the model.
         operation: The operation.
-        tensors: The tensors in its arguments, some of them shared.
+        tensors: The tensors in its arguments, some of them unbatched.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
-    shared = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
+    unbatched = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
     inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
-    path, label, key = shared[0].path, shared[0].label, taps.key(shared[0].path, operation.name)
-    origins = list({id(origin): origin for value in shared for origin in value.value.origins}.values())
+    path, label, key = unbatched[0].path, unbatched[0].label, taps.key(unbatched[0].path, operation.name)
+    origins = list({id(origin): origin for value in unbatched for origin in value.value.origins}.values())
 
     def refused() -> CannotFollowError:
         owner = taps.stack[-1] if taps.stack else None  # whose code this is
@@ -63,7 +63,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
     if not outs:
         return out  # a shape, a device, a mask: nothing with a gradient
     layouts = taps.notes.layouts(key, outs, inputs, taps.rows, label)[: len(outs)]
-    batched = {id(tensor) for tensor, layout in zip(outs, layouts, strict=True) if not layout.shared}
+    batched = {id(tensor) for tensor, layout in zip(outs, layouts, strict=True) if not layout.unbatched}
     if taps.tape is not None and (batched or target is not None):
         raise refused()
 
@@ -80,7 +80,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
 def _make_writable(
     target: UnbatchedTensor, origins: Sequence[Origin], taps: Context, refused: Callable[[], CannotFollowError]
 ) -> None:
-    """Let an operation change a shared value in place: where torch forbids that, a copy of it.
+    """Let an operation change an unbatched value in place: where torch forbids that, a copy of it.
 
     A view of it that was taken before does not see the change then; the comparison of outputs would find that out.
     """
@@ -102,10 +102,10 @@ def _meet(
     kwargs: Any,
     refused: Callable[[], CannotFollowError],
 ) -> Any:
-    """Run the operation in which shared values meet the batch, in ``axis`` of its result."""
-    shared = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
+    """Run the operation in which unbatched values meet the batch, in ``axis`` of its result."""
+    unbatched = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
     inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
-    tape, label = taps.tape, shared[0].label
+    tape, label = taps.tape, unbatched[0].label
     assert tape is not None
     if operation.func in _ELEMENTWISE or operation.func in _REPEATING:
         out = _elementwise(taps, tape, axis, operation, args, tensors, refused)
@@ -118,10 +118,10 @@ def _meet(
         raise refused()
     layouts = taps.notes.layouts(key, [leaves[places[0]]], inputs, taps.rows, label)
     leaves[places[0]] = out = attached(leaves[places[0]], [plain(tensor) for tensor in tensors])
-    for value in shared:
+    for value in unbatched:
         value.value.expect(tape)
     layout_of = {id(tensor): layout for tensor, layout in zip(inputs, layouts[1:], strict=True)}
-    readings = read(operation.func, args, kwargs, shared)
+    readings = read(operation.func, args, kwargs, unbatched)
     if readings is None or any(layout_of[id(x)] != layouts[0] for reading in readings for x in reading[2]):
         _example_by_example(taps, tape, out, layouts, operation, tensors, places[0], refused)
     else:
@@ -130,14 +130,14 @@ def _meet(
 
 
 def _read_off(taps: Context, tape: GradientSink, out: Tensor, layout: BatchAxis, readings: list[Reading]) -> None:
-    """Watch the output once for every shared argument."""
-    for shared, make, saved in readings:
+    """Watch the output once for every unbatched argument."""
+    for unbatched, make, saved in readings:
 
-        def carry(*tensors: Tensor, value: Unbatched = shared.value, make: Any = make) -> dict[str, Piece]:
+        def carry(*tensors: Tensor, value: Unbatched = unbatched.value, make: Any = make) -> dict[str, Piece]:
             value.receive(tape, make(*tensors).folded(layout.fold))
             return {}
 
-        taps.watch(out, [layout] * (1 + len(saved)), carry, saved, shared.label)
+        taps.watch(out, [layout] * (1 + len(saved)), carry, saved, unbatched.label)
 
 
 def _example_by_example(
@@ -187,7 +187,7 @@ def _elementwise(
     tensors: list[Tensor],
     refused: Callable[[], CannotFollowError],
 ) -> Tensor:
-    """Run an operation that broadcasts, with a copy of each shared value for each example."""
+    """Run an operation that broadcasts, with a copy of each unbatched value for each example."""
     func = operation.func
     if func in _REPEATING:
         shape = operation.run([plain(tensor).detach() for tensor in tensors]).shape
@@ -224,31 +224,36 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> torch.Size:
 
 
 def _once_per_example(
-    taps: Context, tape: GradientSink, layout: BatchAxis, aligned: list[int], shared: UnbatchedTensor
+    taps: Context, tape: GradientSink, layout: BatchAxis, aligned: list[int], unbatched: UnbatchedTensor
 ) -> Tensor:
-    """Return a copy of a shared value for each example, in the batch axis of the result."""
+    """Return a copy of an unbatched value for each example, in the batch axis of the result."""
     assert layout.axis is not None
-    value, own, rows = shared.value, shared.plain.shape, taps.rows
+    value, own, rows = unbatched.value, unbatched.plain.shape, taps.rows
     size = list(aligned)
     size[layout.axis] = rows * layout.fold
-    copy = _fresh(shared.plain.detach().reshape(aligned).expand(size))
+    copy = _fresh(unbatched.plain.detach().reshape(aligned).expand(size))
     value.expect(tape)
 
     def carry(gradient: Tensor) -> dict[str, Piece]:
         value.receive(tape, Explicit(gradient.reshape(rows, layout.fold, -1).sum(1).reshape(rows, *own)))
         return {}
 
-    taps.watch(copy, [layout], carry, (), shared.label)
+    taps.watch(copy, [layout], carry, (), unbatched.label)
     return copy
 
 
 def _repeated(
-    taps: Context, tape: GradientSink, layout: BatchAxis, aligned: list[int], times: list[int], shared: UnbatchedTensor
+    taps: Context,
+    tape: GradientSink,
+    layout: BatchAxis,
+    aligned: list[int],
+    times: list[int],
+    unbatched: UnbatchedTensor,
 ) -> Tensor:
-    """Repeat a shared value in an axis of its own, so often for each example (heads that are folded into the batch)."""
+    """Repeat an unbatched value in an axis of its own, for each example (heads that are folded into the batch)."""
     assert layout.axis is not None
-    value, own, rows = shared.value, shared.plain.shape, taps.rows
-    copy = _fresh(shared.plain.detach().repeat(times))
+    value, own, rows = unbatched.value, unbatched.plain.shape, taps.rows
+    copy = _fresh(unbatched.plain.detach().repeat(times))
     each = [count // rows if axis == layout.axis else count for axis, count in enumerate(times)]
     value.expect(tape)
 
@@ -258,7 +263,7 @@ def _repeated(
         value.receive(tape, Explicit(summed.reshape(rows, *own)))
         return {}
 
-    taps.watch(copy, [layout], carry, (), shared.label, split=True)
+    taps.watch(copy, [layout], carry, (), unbatched.label, split=True)
     return copy
 
 

@@ -1,6 +1,6 @@
-"""How the per-example gradient of a shared value is read off products, convolutions and look-ups.
+"""How the per-example gradient of an unbatched value is read off products, convolutions and look-ups.
 
-Each rule returns, for the arguments that may be shared, what makes their piece from the gradient of the
+Each rule returns, for the arguments that may be unbatched, what makes their piece from the gradient of the
 output and some of the other arguments, rows in front: nothing is formed. Norms are taken apart into simpler operations.
 """
 
@@ -19,18 +19,18 @@ from dphero.gradients.pieces import Explicit, Outer, Piece, Rows
 __all__ = ["SIMPLER", "Reading", "read"]
 
 Reading = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
-"""A shared argument, what makes its piece, and the tensors that this needs besides the output's gradient."""
+"""An unbatched argument, what makes its piece, and the tensors that this needs besides the output's gradient."""
 
 
-def read(func: Any, args: Any, kwargs: Any, shared: Sequence[Tensor]) -> list[Reading] | None:
-    """Return how the gradient of each shared argument is read off, or ``None`` where no rule fits."""
+def read(func: Any, args: Any, kwargs: Any, unbatched: Sequence[Tensor]) -> list[Reading] | None:
+    """Return how the gradient of each unbatched argument is read off, or ``None`` where no rule fits."""
     if func not in _RULES:
         return None
     try:
         readings = _RULES[func](*args, **kwargs)
     except TypeError:  # arguments that the rule does not know
         return None
-    wanted = {id(value) for value in shared}
+    wanted = {id(value) for value in unbatched}
     if readings is None or any(id(tensor) in wanted for _, _, saved in readings for tensor in saved):
         return None
     readings = [reading for reading in readings if id(reading[0]) in wanted]

@@ -3,10 +3,10 @@
 A bare parameter (a class token, a temperature, a LoRA matrix) or the output of a layer whose input does
 not carry the batch (a position embedding over an ``arange``) has no batch axis, so autograd would hand back
 a gradient that is already summed over the examples. A :class:`UnbatchedTensor` tensor follows such a value through
-the model's own code. Operations among shared values stay shared. At the first operation with a batched result
+the model's own code. Operations among unbatched values stay unbatched. At the first operation with a batched result
 the per-example gradient is read off exactly (:mod:`dphero.functional.dispatch`) and carried back to the parameters.
 
-A gradient that reaches a shared value on any other way raises an error: none is ever lost in silence.
+A gradient that reaches an unbatched value on any other way raises an error: none is ever lost in silence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CannotFollowError", "LayerOrigin", "Origin", "ParameterOrigin", "Unb
 
 
 class CannotFollowError(RuntimeError):
-    """An operation takes a shared value to a batch in a way that cannot be followed.
+    """An operation takes an unbatched value to a batch in a way that cannot be followed.
 
     Attributes:
         owner: The module in whose code it happened, where all parameters in question are its own.
@@ -42,7 +42,7 @@ class CannotFollowError(RuntimeError):
 
 
 class Origin:
-    """Where a shared value comes from: a leaf of its own little graph, and what takes its gradients."""
+    """Where an unbatched value comes from: a leaf of its own little graph, and what takes its gradients."""
 
     def __init__(self, plain: Tensor, taps: Context, label: str) -> None:
         self.leaf = plain.detach().requires_grad_()
@@ -72,7 +72,7 @@ class ParameterOrigin(Origin):
 
 
 class LayerOrigin(Origin):
-    """The output of a tapped layer on a shared input; gradients also flow on to that input.
+    """The output of a tapped layer on a unbatched input; gradients also flow on to that input.
 
     Args:
         out: The output.
@@ -182,9 +182,9 @@ class UnbatchedTensor(torch.Tensor):
             operation, tensors = take_apart(func, args, kwargs)
             if operation.name == "__set__":
                 raise CannotFollowError(args[0].label, "setting an attribute of a parameter", None)
-            shared = next((tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)), None)
-            if shared is not None and shared.taps.following and torch.is_grad_enabled():
-                return shared.taps.follow(operation, tensors, args, kwargs)
+            unbatched = next((tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)), None)
+            if unbatched is not None and unbatched.taps.following and torch.is_grad_enabled():
+                return unbatched.taps.follow(operation, tensors, args, kwargs)
             return operation.run([plain(tensor) for tensor in tensors])
 
 
@@ -194,7 +194,7 @@ _ABOUT |= {getattr(torch.Tensor, name) for name in ("dim", "size", "numel", "__l
 
 
 def plain(value: Any) -> Any:
-    """Return the ordinary tensor behind a shared one; anything else as it is."""
+    """Return the ordinary tensor behind an unbatched one; anything else as it is."""
     return value.plain if isinstance(value, UnbatchedTensor) else value
 
 

@@ -154,7 +154,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 def eager(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep a function from the compiler, which hooks and shared values are not for (to import it takes a second)."""
+    """Keep a function from the compiler, which hooks and unbatched values are not for (to import it takes a second)."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)

@@ -71,7 +71,7 @@ class Taps:
         following: Whether a forward pass is being tapped.
         stack: The hooked modules that are running, one inside the other.
         is_paused: Whether the model runs untapped.
-        is_reading: Whether gradients of shared values are being carried back to their parameters.
+        is_reading: Whether gradients of unbatched values are being carried back to their parameters.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Taps:
         self.tape: Tape | None = None
         self._notes: Notes | None = None
         self.stack: list[HookedModule] = []
-        self._shared: dict[int, UnbatchedTensor] = {}
+        self._unbatched: dict[int, UnbatchedTensor] = {}
         self._replay = None if replay is None else replay(self)
         self.hooked_modules = find_hooked_modules(module, parameters)
         self._names = {
@@ -241,7 +241,7 @@ class Taps:
         return tape
 
     def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward pass in which the hooked modules are tapped and their parameters are shared values."""
+        """Run a forward pass in which the hooked modules are tapped and their parameters are unbatched values."""
         before = (self._notes, self.tape)
         self._notes, self.tape, self.following = notes, tape, True
         notes.begin()
@@ -277,19 +277,23 @@ class Taps:
         return forward
 
     def _stand_in(self, slot: Slot) -> Tensor:
-        """Return what the model's code sees in place of a parameter: a shared value, or a constant if not trained."""
+        """Return what the model's code sees in place of a parameter: an unbatched value, or a constant."""
         parameters, local = slot
         parameter = parameters[local]
         assert parameter is not None
         if id(parameter) not in self._names:
             return parameter.detach()
-        shared = self._shared.get(id(parameter))
-        if shared is None or shared.plain.data_ptr() != parameter.data_ptr() or shared.plain.dtype != parameter.dtype:
+        unbatched = self._unbatched.get(id(parameter))
+        if (
+            unbatched is None
+            or unbatched.plain.data_ptr() != parameter.data_ptr()
+            or unbatched.plain.dtype != parameter.dtype
+        ):
             name, hooked = self._names[id(parameter)]
             origin = ParameterOrigin(name, parameter, self, hooked.label)
-            shared = UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, hooked.path, hooked.label)
-            self._shared[id(parameter)] = shared
-        return shared
+            unbatched = UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, hooked.path, hooked.label)
+            self._unbatched[id(parameter)] = unbatched
+        return unbatched
 
     # -- taps -----------------------------------------------------------------------------------------
 
@@ -309,15 +313,15 @@ class Taps:
         saved = tuple(map(plain, saved))
         inputs = [value for value in saved if isinstance(value, Tensor)]
         layouts = self.notes.layouts(self.key(hooked.path, role), [plain(out)], inputs, self.rows, hooked.label)
-        if layouts[0].shared:
-            return self._share(hooked, out, make, saved, split)
+        if layouts[0].unbatched:
+            return self._tap_unbatched(hooked, out, make, saved, split)
         if self.tape is None or isinstance(out, UnbatchedTensor):
             return plain(out)
         out = attached(out, inputs)
         self.watch(out, layouts, make, saved, hooked.label, names=hooked.names, split=split)
         return out
 
-    def _share(
+    def _tap_unbatched(
         self, hooked: HookedModule, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool
     ) -> Tensor:
         """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
@@ -373,7 +377,7 @@ class Taps:
 
         self.tape.watch(out, names or {}, arranged, saved, label)
 
-    # -- what shared values need ------------------------------------------------------------------------
+    # -- what unbatched values need ------------------------------------------------------------------------
 
     @property
     def geometry(self) -> Mapping[str, Geometry]:
@@ -399,12 +403,12 @@ class Taps:
         return self._notes.rows
 
     def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run an operation on shared values."""
+        """Run an operation on unbatched values."""
         return follow(self, operation, tensors, args, kwargs)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Carry gradients of shared values back to their parameters."""
+        """Carry gradients of unbatched values back to their parameters."""
         self.is_reading = True
         try:
             yield

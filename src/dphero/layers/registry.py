@@ -56,7 +56,7 @@ def find_rule(module: nn.Module) -> Rule:
 
 
 def followed(call: LayerCall, *args: Any, **kwargs: Any) -> Any:
-    """Run a module without a rule of its own as it is: its parameters are shared values, and its code is followed."""
+    """Run a module without a rule as it is: its parameters are unbatched values, and its code is followed."""
     return call.original(*args, **kwargs)
 
 
