@@ -50,7 +50,7 @@ class Context(Protocol):
         """Whether such a pass is running."""
 
     @property
-    def is_reading(self) -> bool:
+    def is_collecting(self) -> bool:
         """Whether gradients are being carried back to parameters."""
 
     @property
@@ -72,7 +72,7 @@ class Context(Protocol):
     def key(self, path: str, what: str) -> Key:
         """Return the key of the call that is being made."""
 
-    def reading(self) -> AbstractContextManager[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """Let gradients be carried back to parameters, inside a ``with`` block."""
 
     def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:

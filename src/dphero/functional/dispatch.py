@@ -18,7 +18,7 @@ from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
-from dphero.functional.rules import Reading, read
+from dphero.functional.rules import PieceRule, piece_rules
 from dphero.functional.unbatched import CannotFollowError, Origin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.pieces import Explicit, Piece
@@ -56,7 +56,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         raise refused()
     known = taps.notes.next(key)
     if known is not None and known[0][1] is not None:
-        return _meet(taps, key, known[0][1], operation, tensors, args, kwargs, refused)
+        return _run_with_batch(taps, key, known[0][1], operation, tensors, args, kwargs, refused)
     out = operation.run([plain(tensor) for tensor in tensors])
     leaves = [out] if isinstance(out, Tensor) else tree_flatten(out)[0]
     outs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -92,7 +92,7 @@ def _make_writable(
         target.value = Unbatched(target.plain.clone(), origins, taps)
 
 
-def _meet(
+def _run_with_batch(
     taps: Context,
     key: Key,
     axis: int,
@@ -121,17 +121,17 @@ def _meet(
     for value in unbatched:
         value.value.expect(tape)
     layout_of = {id(tensor): layout for tensor, layout in zip(inputs, layouts[1:], strict=True)}
-    readings = read(operation.func, args, kwargs, unbatched)
-    if readings is None or any(layout_of[id(x)] != layouts[0] for reading in readings for x in reading[2]):
+    rules = piece_rules(operation.func, args, kwargs, unbatched)
+    if rules is None or any(layout_of[id(x)] != layouts[0] for rule in rules for x in rule[2]):
         _example_by_example(taps, tape, out, layouts, operation, tensors, places[0], refused)
     else:
-        _read_off(taps, tape, out, layouts[0], readings)
+        _apply_rules(taps, tape, out, layouts[0], rules)
     return tree_unflatten(leaves, structure)
 
 
-def _read_off(taps: Context, tape: GradientSink, out: Tensor, layout: BatchAxis, readings: list[Reading]) -> None:
+def _apply_rules(taps: Context, tape: GradientSink, out: Tensor, layout: BatchAxis, rules: list[PieceRule]) -> None:
     """Watch the output once for every unbatched argument."""
-    for unbatched, make, saved in readings:
+    for unbatched, make, saved in rules:
 
         def carry(*tensors: Tensor, value: Unbatched = unbatched.value, make: Any = make) -> dict[str, Piece]:
             value.receive(tape, make(*tensors).folded(layout.fold))

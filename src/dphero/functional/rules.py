@@ -16,46 +16,46 @@ from torch import Tensor
 from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.gradients.pieces import Explicit, Outer, Piece, Rows
 
-__all__ = ["SIMPLER", "Reading", "read"]
+__all__ = ["SIMPLER", "PieceRule", "piece_rules"]
 
-Reading = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
+PieceRule = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
 """An unbatched argument, what makes its piece, and the tensors that this needs besides the output's gradient."""
 
 
-def read(func: Any, args: Any, kwargs: Any, unbatched: Sequence[Tensor]) -> list[Reading] | None:
+def piece_rules(func: Any, args: Any, kwargs: Any, unbatched: Sequence[Tensor]) -> list[PieceRule] | None:
     """Return how the gradient of each unbatched argument is read off, or ``None`` where no rule fits."""
     if func not in _RULES:
         return None
     try:
-        readings = _RULES[func](*args, **kwargs)
+        rules = _RULES[func](*args, **kwargs)
     except TypeError:  # arguments that the rule does not know
         return None
     wanted = {id(value) for value in unbatched}
-    if readings is None or any(id(tensor) in wanted for _, _, saved in readings for tensor in saved):
+    if rules is None or any(id(tensor) in wanted for _, _, saved in rules for tensor in saved):
         return None
-    readings = [reading for reading in readings if id(reading[0]) in wanted]
-    return readings if len(readings) == len(wanted) else None
+    rules = [rule for rule in rules if id(rule[0]) in wanted]
+    return rules if len(rules) == len(wanted) else None
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(len(x), -1, x.shape[-1])
 
 
-def _linear(input: Tensor, weight: Any, bias: Any = None) -> list[Reading]:
+def _linear(input: Tensor, weight: Any, bias: Any = None) -> list[PieceRule]:
     return [
         (weight, lambda delta, x: Outer(_flat(delta), _flat(x)), (input,)),
         (bias, lambda delta: Explicit(_flat(delta).sum(1)), ()),
     ]
 
 
-def _addmm(bias: Any, input: Tensor, weight: Any) -> list[Reading]:
+def _addmm(bias: Any, input: Tensor, weight: Any) -> list[PieceRule]:
     return [
         (weight, lambda delta, x: Outer(_flat(x), _flat(delta)), (input,)),
         (bias, lambda delta: Explicit(_flat(delta).sum(1)), ()),
     ]
 
 
-def _matmul(input: Any, other: Any) -> list[Reading] | None:
+def _matmul(input: Any, other: Any) -> list[PieceRule] | None:
     if other.dim() == 2 and input.dim() >= 2:
         return [(other, lambda delta, x: Outer(_flat(x), _flat(delta)), (input,))]
     if input.dim() == 2 and other.dim() == 3:
@@ -71,7 +71,7 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> list[Reading] | None:
+) -> list[PieceRule] | None:
     if max_norm is not None or scale_grad_by_freq:
         return None
     rows = weight.shape[0]
@@ -85,7 +85,7 @@ def _embedding(
     return [(weight, make, (input,))]
 
 
-def _item(table: Any, index: Any) -> list[Reading] | None:
+def _item(table: Any, index: Any) -> list[PieceRule] | None:
     integer = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
     return _embedding(index, table) if integer and table.dim() == 2 else None
 
@@ -98,7 +98,7 @@ def _convolution(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> list[Reading] | None:
+) -> list[PieceRule] | None:
     if isinstance(padding, str) or input.dim() != weight.dim():
         return None
     arguments = convolution_arguments(weight, stride, padding, dilation, groups)
@@ -108,7 +108,7 @@ def _convolution(
     ]
 
 
-_RULES: dict[Any, Callable[..., list[Reading] | None]] = {
+_RULES: dict[Any, Callable[..., list[PieceRule] | None]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.matmul: _matmul,

@@ -123,7 +123,7 @@ class Unbatched:
 
     @torch.no_grad()
     def _pull(self, tape: GradientSink, piece: Piece) -> None:
-        with self._taps.reading():
+        with self._taps.collecting():
             found = self._pulled(piece.instantiate().to(self.plain.dtype))
         for origin, gradient in zip(self.origins, found, strict=True):
             if gradient is not None:
@@ -200,7 +200,7 @@ def plain(value: Any) -> Any:
 
 def _guard(taps: Context, label: str) -> Callable[[Tensor], None]:
     def refuse(gradient: Tensor) -> None:
-        if not taps.is_reading:
+        if not taps.is_collecting:
             raise RuntimeError(
                 f"a gradient reached a parameter of {label} by a way that could not be followed example by example: "
                 "a custom autograd function, a scripted function, or a value without a batch axis that the model "

@@ -71,7 +71,7 @@ class Taps:
         following: Whether a forward pass is being tapped.
         stack: The hooked modules that are running, one inside the other.
         is_paused: Whether the model runs untapped.
-        is_reading: Whether gradients of unbatched values are being carried back to their parameters.
+        is_collecting: Whether gradients of unbatched values are being carried back to their parameters.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Taps:
         self._geometry, self._rows, self._consume, self._returned = geometry, rows, consume, returned
         self._examine, self._entered, self._called = examine, entered, called
         self.plan: AxisPlan | None = None
-        self.following = self.is_paused = self.is_reading = False
+        self.following = self.is_paused = self.is_collecting = False
         self.tape: Tape | None = None
         self._notes: Notes | None = None
         self.stack: list[HookedModule] = []
@@ -407,10 +407,10 @@ class Taps:
         return follow(self, operation, tensors, args, kwargs)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Carry gradients of unbatched values back to their parameters."""
-        self.is_reading = True
+        self.is_collecting = True
         try:
             yield
         finally:
-            self.is_reading = False
+            self.is_collecting = False
