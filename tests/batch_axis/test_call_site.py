@@ -8,19 +8,19 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from dphero.batch_axis.call_site import Place, place_in_code
+from dphero.batch_axis.call_site import CallSite, find_call_site
 
 
-def note(found: list[Place], outermost: CodeType) -> int:
-    found.append(place_in_code(outermost))
+def note(found: list[CallSite], outermost: CodeType) -> int:
+    found.append(find_call_site(outermost))
     return 0
 
 
 class Layer:
-    def __call__(self, found: list[Place], outermost: CodeType) -> int:
+    def __call__(self, found: list[CallSite], outermost: CodeType) -> int:
         return note(found, outermost)
 
-    def method(self, found: list[Place], outermost: CodeType) -> int:
+    def method(self, found: list[CallSite], outermost: CodeType) -> int:
         return note(found, outermost)
 
 
@@ -28,7 +28,7 @@ def of_the_test() -> CodeType:
     return sys._getframe(2).f_code
 
 
-def three_places(call: Callable[..., int], found: list[Place]) -> int:
+def three_places(call: Callable[..., int], found: list[CallSite]) -> int:
     here = of_the_test()
     return call(found, outermost=here) + call(found, here) + sum(call(found, here) for _ in range(2))
 
@@ -47,7 +47,7 @@ def test_a_call_has_one_place_however_often_it_is_made(call: Callable[..., int],
     """Python makes a frequent call by other instructions than a rare one. Here, one line has three of them."""
     code = three_places.__code__ if columns else without_columns(three_places.__code__)
     assert {column for _, _, column, _ in code.co_positions()} != {None} or not columns
-    found: list[Place] = []
+    found: list[CallSite] = []
     for _ in range(100):
         FunctionType(code, globals())(call, found)
     first = found[:4]

@@ -286,7 +286,7 @@ def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings:
         return taps.tape.replayed, len(recordings) > before
 
     assert run(40) == (False, False)  # a rare large one
-    assert run(20) == (True, True)  # room for 32
+    assert run(20) == (True, True)  # buffers for 32
     assert [run(size) for size in (32, 25, 9, 31)] == [(True, False)] * 4
     assert run(8) == (False, False)  # the rest of one that came in parts
     assert run(33) == (False, False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dphero.cuda_graphs.replay_guards import Surroundings
+from dphero.cuda_graphs.replay_guards import ReplayConditions
 
 
 def model() -> nn.Sequential:
@@ -45,23 +45,23 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_noticed(change: str) -> None:
     net = model()
-    known = Surroundings(net)
+    known = ReplayConditions(net)
     assert known.still_hold()
     CHANGES[change](net)
     assert not known.still_hold()
     assert not known.still_hold()
-    assert Surroundings(net).still_hold()
+    assert ReplayConditions(net).still_hold()
 
 
 def test_a_change_of_precision_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Surroundings(model())
+    known = ReplayConditions(model())
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not torch.backends.cudnn.allow_tf32)
     assert not known.still_hold()
 
 
 def test_what_is_set_anew_to_the_same_value_holds() -> None:
     net = model()
-    known = Surroundings(net)
+    known = ReplayConditions(net)
     for _ in range(3):
         net.rate = float("0.25")
         net.notes = ["anything that is not compared"]
@@ -76,6 +76,6 @@ def test_what_is_set_anew_to_the_same_value_holds() -> None:
 def test_hooks_of_submodules_are_seen_and_those_of_the_model_are_its_callers() -> None:
     net = model()
     net.register_forward_hook(lambda *_: None)
-    assert not Surroundings(net).has_hooks
+    assert not ReplayConditions(net).has_hooks
     net[2][0].register_forward_hook(lambda *_: None)
-    assert Surroundings(net).has_hooks
+    assert ReplayConditions(net).has_hooks

@@ -9,9 +9,9 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Place", "place_in_code"]
+__all__ = ["CallSite", "find_call_site"]
 
-Place = tuple[tuple[int, int], ...]
+CallSite = tuple[tuple[int, int], ...]
 """From the inside out: which code, and which of its instructions.
 
 A line may hold several calls, and a code need not know its columns (``python -X no_debug_ranges``).
@@ -25,7 +25,7 @@ _codes: dict[int, tuple[CodeType, list[int]]] = {}
 """By its number: a code, kept so that no other is ever known by that number, and its :func:`_instructions`."""
 
 
-def place_in_code(outermost: CodeType) -> Place:
+def find_call_site(outermost: CodeType) -> CallSite:
     """Return where we are in code that is neither torch's nor the taps': the calls that led here.
 
     Args:

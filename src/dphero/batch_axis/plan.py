@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from dphero.batch_axis.axis import BatchAxis
-from dphero.batch_axis.call_site import Place
+from dphero.batch_axis.call_site import CallSite
 
-__all__ = ["Axes", "AxisPlan", "AxisTrace", "Call", "Key", "Notes", "Traced", "TracedCall", "UnknownCallError"]
+__all__ = ["Axes", "AxisLookup", "AxisPlan", "AxisTrace", "Call", "Key", "Traced", "TracedCall", "UnknownCallError"]
 
-Key = tuple[str, str, Place]
+Key = tuple[str, str, CallSite]
 Call = tuple[Key, int]
 Traced = tuple[str, Key | None, int]
 """The label of a module, the call inside it (``None``: its own output), and how many such came before."""
@@ -36,7 +36,7 @@ class UnknownCallError(RuntimeError):
     """The model did something that it had not done when it was examined."""
 
 
-class Notes(Protocol):
+class AxisLookup(Protocol):
     """What a forward pass consults at each call: a plan, or the recording from which one is made."""
 
     def begin(self) -> None:

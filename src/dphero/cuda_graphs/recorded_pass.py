@@ -207,7 +207,7 @@ class Pass:
         return found[0].stacked_norms()
 
     def _group(self, groups: Mapping[str, int]) -> None:
-        """Make room for the weights, once for each group of parameters that share them."""
+        """Make buffers for the weights, once for each group of parameters that share them."""
         self._groups, kind = dict(groups), self._gradients[0]
         self._weights = [
             torch.zeros(self.rows, device=kind.device, dtype=self._norm_type) for _ in set(groups.values())

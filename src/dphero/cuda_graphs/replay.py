@@ -28,7 +28,7 @@ from torch import Tensor
 from dphero.batch_axis.plan import UnknownCallError
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
-from dphero.cuda_graphs.replay_guards import PLAIN, Surroundings
+from dphero.cuda_graphs.replay_guards import PLAIN, ReplayConditions
 from dphero.functional.unbatched import CannotFollowError
 from dphero.hooks.snapshot import ModelSnapshot
 
@@ -55,7 +55,7 @@ class Graphs:
 
     Args:
         taps: The taps of the model.
-        rows: How many rows to make room for; the few batches that are larger run as usual.
+        rows: How many rows to make buffers for; the few batches that are larger run as usual.
 
     Raises:
         ValueError: If the model is not on a GPU.
@@ -71,7 +71,7 @@ class Graphs:
         self._taps = taps
         self._rows = -(-rows // _STEP) * _STEP
         self._pass: Pass | None = None
-        self._surroundings: Surroundings  # of that pass
+        self._conditions: ReplayConditions  # of that pass
         self._made = 0
 
     def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
@@ -105,7 +105,7 @@ class Graphs:
 
     def _repeats(self, known: Pass, key: tuple[Any, ...]) -> bool:
         """Tell whether a recording does what the model would do now."""
-        return known.key == key and self._surroundings.still_hold() and known.geometry.follow(self._taps.geometry)
+        return known.key == key and self._conditions.still_hold() and known.geometry.follow(self._taps.geometry)
 
     def _suits(self, leaves: Sequence[Any], axes: Sequence[int | None]) -> bool:
         """Tell whether a call is one that recordings are made for; any other runs as usual."""
@@ -125,7 +125,7 @@ class Graphs:
         rows: int,
         key: tuple[Any, ...],
     ) -> Pass:
-        self._surroundings = before = Surroundings(self._taps.module)
+        self._conditions = before = ReplayConditions(self._taps.module)
         if before.has_hooks:
             raise ValueError(refusal("a submodule has forward hooks, whose code would not run"))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "Surroundings"]
+__all__ = ["PLAIN", "ReplayConditions"]
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of arguments and attributes that are compared by value."""
 
 
-class Surroundings:
+class ReplayConditions:
     """Places of parameters and buffers, plain attributes of modules, and the precision of products, at one moment.
 
     Not part of it: attributes of other types (a list, a schedule object), and what they hold.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dphero.batch_axis.axis import BatchAxis
-from dphero.batch_axis.plan import Key, Notes
+from dphero.batch_axis.plan import AxisLookup, Key
 from dphero.functional.operation import Operation
 from dphero.gradients.batch import PieceMaker
 from dphero.gradients.pieces import Piece
@@ -62,7 +62,7 @@ class Context(Protocol):
         """The modules that are running, one inside the other."""
 
     @property
-    def notes(self) -> Notes:
+    def axis_lookup(self) -> AxisLookup:
         """What is known of where calls carry the examples."""
 
     @property

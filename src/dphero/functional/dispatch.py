@@ -54,7 +54,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
         return None if operation.name == "__setitem__" else target
     if operation.name == "__setitem__" or "out" in kwargs:
         raise refused()
-    known = taps.notes.next(key)
+    known = taps.axis_lookup.next(key)
     if known is not None and known[0][1] is not None:
         return _run_with_batch(taps, key, known[0][1], operation, tensors, args, kwargs, refused)
     out = operation.run([plain(tensor) for tensor in tensors])
@@ -62,7 +62,7 @@ def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any
     outs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not outs:
         return out  # a shape, a device, a mask: nothing with a gradient
-    layouts = taps.notes.layouts(key, outs, inputs, taps.rows, label)[: len(outs)]
+    layouts = taps.axis_lookup.layouts(key, outs, inputs, taps.rows, label)[: len(outs)]
     batched = {id(tensor) for tensor, layout in zip(outs, layouts, strict=True) if not layout.unbatched}
     if taps.tape is not None and (batched or target is not None):
         raise refused()
@@ -109,14 +109,14 @@ def _run_with_batch(
     assert tape is not None
     if operation.func in _ELEMENTWISE or operation.func in _REPEATING:
         out = _elementwise(taps, tape, axis, operation, args, tensors, refused)
-        taps.notes.layouts(key, [out], inputs, taps.rows, label)
+        taps.axis_lookup.layouts(key, [out], inputs, taps.rows, label)
         return out
     result = operation.run([t.plain.detach() if isinstance(t, UnbatchedTensor) else t for t in tensors])
     leaves, structure = tree_flatten(result)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if len(places) != 1 or operation.in_place:
         raise refused()
-    layouts = taps.notes.layouts(key, [leaves[places[0]]], inputs, taps.rows, label)
+    layouts = taps.axis_lookup.layouts(key, [leaves[places[0]]], inputs, taps.rows, label)
     leaves[places[0]] = out = attached(leaves[places[0]], [plain(tensor) for tensor in tensors])
     for value in unbatched:
         value.value.expect(tape)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from dphero.batch_axis.axis import BatchAxis, arrange
-from dphero.batch_axis.call_site import place_in_code
-from dphero.batch_axis.plan import AxisPlan, AxisTrace, Key, Notes, UnknownCallError
+from dphero.batch_axis.call_site import find_call_site
+from dphero.batch_axis.plan import AxisLookup, AxisPlan, AxisTrace, Key, UnknownCallError
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.dispatch import attached, follow
 from dphero.functional.operation import Operation
@@ -94,7 +94,7 @@ class Taps:
         self.plan: AxisPlan | None = None
         self.following = self.is_paused = self.is_collecting = False
         self.tape: Tape | None = None
-        self._notes: Notes | None = None
+        self._axis_lookup: AxisLookup | None = None
         self.stack: list[HookedModule] = []
         self._unbatched: dict[int, UnbatchedTensor] = {}
         self._replay = None if replay is None else replay(self)
@@ -240,18 +240,18 @@ class Taps:
         self.tape = tape = Tape(rows, self._geometry(), finished, replayed=replayed)
         return tape
 
-    def run(self, notes: Notes, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, axis_lookup: AxisLookup, tape: Tape | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward pass in which the hooked modules are tapped and their parameters are unbatched values."""
-        before = (self._notes, self.tape)
-        self._notes, self.tape, self.following = notes, tape, True
-        notes.begin()
+        before = (self._axis_lookup, self.tape)
+        self._axis_lookup, self.tape, self.following = axis_lookup, tape, True
+        axis_lookup.begin()
         try:
             with swapped((*slot, self._stand_in(slot)) for slot in self._slots), custom_code_followed():
                 out = self.root_forward(*args, **kwargs)
-            notes.end()
+            axis_lookup.end()
             return out
         finally:
-            self._notes, self.tape, self.following = *before, False
+            self._axis_lookup, self.tape, self.following = *before, False
             self.stack.clear()
 
     def _hooked_forward(self, hooked: HookedModule) -> Callable[..., Any]:
@@ -312,7 +312,7 @@ class Taps:
             return out
         saved = tuple(map(plain, saved))
         inputs = [value for value in saved if isinstance(value, Tensor)]
-        layouts = self.notes.layouts(self.key(hooked.path, role), [plain(out)], inputs, self.rows, hooked.label)
+        layouts = self.axis_lookup.layouts(self.key(hooked.path, role), [plain(out)], inputs, self.rows, hooked.label)
         if layouts[0].unbatched:
             return self._tap_unbatched(hooked, out, make, saved, split)
         if self.tape is None or isinstance(out, UnbatchedTensor):
@@ -385,22 +385,22 @@ class Taps:
         return self._geometry()
 
     @property
-    def notes(self) -> Notes:
+    def axis_lookup(self) -> AxisLookup:
         """What the forward pass in hand consults at each call."""
-        assert self._notes is not None
-        return self._notes
+        assert self._axis_lookup is not None
+        return self._axis_lookup
 
     def key(self, path: str, what: str) -> Key:
         """Return the key of the call that is being made: whose parameters, which operation, where in the code."""
-        return path, what, place_in_code(Taps.run.__code__)
+        return path, what, find_call_site(Taps.run.__code__)
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch that is running."""
         if self.tape is not None:
             return self.tape.rows
-        assert isinstance(self._notes, AxisTrace)
-        return self._notes.rows
+        assert isinstance(self._axis_lookup, AxisTrace)
+        return self._axis_lookup.rows
 
     def follow(self, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run an operation on unbatched values."""

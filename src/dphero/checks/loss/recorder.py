@@ -191,7 +191,7 @@ class Recorder:
         generators = _generators(kwargs)
         self.generators += [each for each in generators if each is kwargs.get("generator")]
         before = [generator.get_state() for generator in generators]
-        surroundings = _surroundings()
+        modes = _torch_modes()
         result = function(*args, **kwargs)
         if versions != [each._version for each in outside if not each.is_inference()]:
             self.trouble = self.trouble or f"{name} changes a tensor of its own"
@@ -202,7 +202,7 @@ class Recorder:
         if tensors or value is not None or changed:
             numbers = [self._follow(tensor) for tensor in tensors]
             changes = frozenset(number for tensor in changed if (number := self.number(tensor)) is not None)
-            self.calls.append(Call(function, noted[0], noted[1], numbers, changes, value, random, surroundings))
+            self.calls.append(Call(function, noted[0], noted[1], numbers, changes, value, random, modes))
         self.in_place |= bool(changed)
         return result
 
@@ -338,7 +338,7 @@ def _set(generators: list[torch.Generator], states: list[Tensor]) -> None:
         generator.set_state(state)
 
 
-def _surroundings() -> Callable[[], AbstractContextManager[Any]]:
+def _torch_modes() -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes the present state of torch: gradients on or off, mixed precision."""
     gradients = torch.is_grad_enabled()
     casts = [(device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device)]
