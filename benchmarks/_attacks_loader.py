@@ -22,7 +22,7 @@ from dphero import PrivacyEngine
 from dphero.audit.bounds.statistics import separate
 from dphero.data.files import folders
 from dphero.data.files.pictures import grey_or_rgb
-from dphero.sampling.collate import Watch
+from dphero.sampling.collate import CollateCheck
 from dphero.sampling.randomness import SecretGenerators
 
 DELTA = 1e-5
@@ -159,7 +159,7 @@ def collate_release(
 @contextmanager
 def unwatched_collate() -> Iterator[None]:
     """Let collate functions do what they like."""
-    with patch.object(Watch, "look", lambda *arguments: None):
+    with patch.object(CollateCheck, "look", lambda *arguments: None):
         yield
 
 

@@ -151,7 +151,7 @@ class Run:
                 self.lots.release()
                 self.lot_sum.clear()
             elif not added:
-                self.lots.spoil()
+                self.lots.mark_failed()
         if released is not None:
             self._hand_over(released)
 

@@ -230,7 +230,7 @@ def test_ready_batches_are_watched() -> None:
 def unwatched(monkeypatch: Patch) -> Iterator[None]:
     """Take the guard away."""
     with monkeypatch.context() as patch:
-        patch.setattr(collate.Watch, "look", lambda *arguments: None)
+        patch.setattr(collate.CollateCheck, "look", lambda *arguments: None)
         yield
 
 

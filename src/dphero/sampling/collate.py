@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from dphero.sampling.batch_rows import BatchRows
-from dphero.sampling.padding import Padding, Way, pad_further, padded_way
+from dphero.sampling.padding import PaddedAxis, Padding, pad_further, padded_axes
 
-__all__ = ["Examination", "Part", "PrivateCollate", "Watch", "looked_at", "stacked"]
+__all__ = ["CollateCheck", "CollateExamination", "Part", "PrivateCollate", "rows_to_check", "stack_examples"]
 
 _FIRST = 3
 """How many batches are examined whatever their shape."""
@@ -70,8 +70,8 @@ class PrivateCollate:
 
     def __init__(self, collate: Make, dataset: Any, pad_to: Sequence[int] = ()) -> None:
         self._collate, self._dataset, self._pad_to = collate, dataset, sorted(pad_to)
-        self._watch = Watch()
-        self._learned: tuple[BatchRows, tuple[Way, ...]] | None = None
+        self._check = CollateCheck()
+        self._learned: tuple[BatchRows, tuple[PaddedAxis, ...]] | None = None
 
     def __call__(self, members: Any) -> list[Part]:
         """Make a batch of examples, or several if there are several public lengths."""
@@ -79,57 +79,57 @@ class PrivateCollate:
             return [Part(self._collate(members), None, None)]
         if not self._pad_to:
             return [self._part(members)]
-        rows, ways = self._learned = self._learned or self._learn(members)
+        rows, padded = self._learned = self._learned or self._learn(members)
         parts = []
-        for length, those in self._by_length(members, rows, ways).items():
+        for length, those in self._by_length(members, rows, padded).items():
             part = self._part(those)
-            parts.append(Part(pad_further(part.batch, rows, ways, length), part.rows, None))
+            parts.append(Part(pad_further(part.batch, rows, padded, length), part.rows, None))
         return parts
 
     def _part(self, members: list[Any]) -> Part:
         count = len(members)
-        some = {place: copied(members[place]) for place in looked_at(count)}
+        some = {place: copied(members[place]) for place in rows_to_check(count)}
         batch = self._collate(members)
-        return Part(batch, count, self._watch.look(self._collate, some, count, batch))
+        return Part(batch, count, self._check.look(self._collate, some, count, batch))
 
-    def _learn(self, members: list[Any]) -> tuple[BatchRows, tuple[Way, ...]]:
+    def _learn(self, members: list[Any]) -> tuple[BatchRows, tuple[PaddedAxis, ...]]:
         """Find examples of different lengths, and see how the collate function pads them."""
         worker = get_worker_info()
         dataset: Any = self._dataset if worker is None else worker.dataset
         one = members[0]
         for number in range(-len(members), min(len(dataset), _SEARCHED)):
-            with left_alone():
+            with generators_restored():
                 other = members[number] if number < 0 else dataset[number]
-                look = Examination(self._collate, {0: one, 1: other}, 2)
+                look = CollateExamination(self._collate, {0: one, 1: other}, 2)
                 padding = look.padding(self._collate([copied(one), copied(other)]))
             if padding is not None:
-                return look.rows, padding.ways
+                return look.rows, padding.padded
         raise ValueError(
             f"pad_to={self._pad_to} was given, but no two of the first {_SEARCHED} examples differ in length, so that "
             "it cannot be seen how the collate function pads. Leave pad_to out if all examples have one length, or pad "
             "to a public length in the collate function itself."
         )
 
-    def _by_length(self, members: list[Any], rows: BatchRows, ways: Sequence[Way]) -> dict[int, list[Any]]:
+    def _by_length(self, members: list[Any], rows: BatchRows, padded: Sequence[PaddedAxis]) -> dict[int, list[Any]]:
         """Return the examples by the public length that each is padded to: that follows from its own length alone."""
         if len(self._pad_to) == 1:
             return {self._pad_to[0]: members}
         found: dict[int, list[Any]] = {}
         for member in members:
-            with left_alone():
+            with generators_restored():
                 shapes = rows.shapes(self._collate([copied(member)]))
-            own = max(shapes[way.path][way.axis] for way in ways)
+            own = max(shapes[filled.path][filled.axis] for filled in padded)
             length = next((length for length in self._pad_to if length >= own), self._pad_to[-1])
             found.setdefault(length, []).append(member)
         return dict(sorted(found.items()))
 
 
-def stacked(members: Any) -> list[Part]:
+def stack_examples(members: Any) -> list[Part]:
     """Make a batch with torch's own collate function, which stacks examples and need not be watched."""
     return [Part(default_collate(members), len(members) if isinstance(members, list) else None, None)]
 
 
-class Watch:
+class CollateCheck:
     """Decides which batches of a collate function are examined: the first ones, and each with new shapes."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Watch:
 
         Args:
             collate: Makes batches.
-            some: Examples of this one, by their places in it (:func:`looked_at`).
+            some: Examples of this one, by their places in it (:func:`rows_to_check`).
             count: How many it has.
             batch: What was made of them.
         """
@@ -152,14 +152,14 @@ class Watch:
         if self._looks >= _FIRST and shapes in self._known:
             return None
         self._looks += 1
-        examination = Examination(collate, some, count)
+        examination = CollateExamination(collate, some, count)
         self._rows = examination.rows
         if len(self._known) < _MOST_SHAPES:
             self._known.add(tuple(self._rows.shapes(batch).items()))
         return examination.padding(batch)
 
 
-class Examination:
+class CollateExamination:
     """Looks at one batch of a collate function.
 
     Args:
@@ -178,7 +178,7 @@ class Examination:
     def __init__(self, collate: Make, some: Mapping[int, Any], count: int) -> None:
         self._collate, self._some, self._count = collate, some, count
         members = [some[place] for place in _spread(count, _EXAMPLES)]
-        with left_alone() as self._rewind:
+        with generators_restored() as self._rewind:
             self.rows = BatchRows(self._make(members[:1] * 2), self._make(members[:1] * 3))
             before = _states()
             self._make(members)
@@ -228,23 +228,23 @@ class Examination:
         Raises:
             ValueError: If a shorter example is not simply filled up.
         """
-        ways: dict[Way, None] = {}
+        padded: dict[PaddedAxis, None] = {}
         lengths: dict[int, dict[int, int]] = {}
         shapes = self.rows.shapes(batch)
-        with left_alone() as self._rewind:
+        with generators_restored() as self._rewind:
             for place in _spread(self._count, _ALONE):
                 alone = self._make([self._some[place]])
                 if self.rows.shapes(alone) == shapes:
                     continue
                 found, row = self._filled(batch, alone, place)
-                ways.update(dict.fromkeys(found))
+                padded.update(dict.fromkeys(found))
                 lengths[row] = {}
-                for way in found:
-                    size, own = shapes[way.path][way.axis], self.rows.shapes(alone)[way.path][way.axis]
+                for filled in found:
+                    size, own = shapes[filled.path][filled.axis], self.rows.shapes(alone)[filled.path][filled.axis]
                     lengths[row][size] = max(own, lengths[row].get(size, 0))
-        return Padding(tuple(ways), lengths) if ways else None
+        return Padding(tuple(padded), lengths) if padded else None
 
-    def _filled(self, batch: Any, alone: Any, place: int) -> tuple[list[Way], int]:
+    def _filled(self, batch: Any, alone: Any, place: int) -> tuple[list[PaddedAxis], int]:
         """Return how an example was filled up in a batch, and which row of it is its own."""
         (own,) = self.rows.rows(alone, 1)
         rows = self.rows.rows(batch, self._count)
@@ -252,12 +252,12 @@ class Examination:
         tensors = [value for value in own if isinstance(value, Tensor)]
         for row in (place, *(number for number in range(len(rows)) if number != place)):
             theirs = [value for value in rows[row] if isinstance(value, Tensor)]
-            ways = [
-                padded_way(path, mine, whole, exact=not self.random)
+            padded = [
+                padded_axes(path, mine, whole, exact=not self.random)
                 for path, mine, whole in zip(paths, tensors, theirs, strict=True)
             ]
-            if all(way is not None for way in ways):
-                return [way for found in ways if found is not None for way in found], row
+            if all(filled is not None for filled in padded):
+                return [filled for found in padded if found is not None for filled in found], row
         raise ValueError(_MIXED)
 
 
@@ -290,7 +290,7 @@ def _same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def looked_at(count: int) -> set[int]:
+def rows_to_check(count: int) -> set[int]:
     """Return the places of the examples that an examination of a batch needs."""
     return {*_spread(count, _EXAMPLES), *_spread(count, _ALONE)}
 
@@ -313,7 +313,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 @contextmanager
-def left_alone() -> Iterator[Callable[[], None]]:
+def generators_restored() -> Iterator[Callable[[], None]]:
     """Put random generators back in the end; what is handed over puts them back before that."""
     states = _states()
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dphero.numerics.transfer import to_device
-from dphero.sampling.collate import Part, PrivateCollate, Watch, looked_at, stacked
+from dphero.sampling.collate import CollateCheck, Part, PrivateCollate, rows_to_check, stack_examples
 from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
@@ -65,9 +65,9 @@ class PrivateLoader:
                 f"pad_to={pad_to} needs a loader whose collate_fn pads examples; torch's own stacks those of one shape"
             )
         self._private: Callable[[Any], list[Part]] = (
-            stacked if plain else PrivateCollate(self._collate, self.dataset, pad_to)
+            stack_examples if plain else PrivateCollate(self._collate, self.dataset, pad_to)
         )
-        self._watch = Watch()
+        self._check = CollateCheck()
         self._iterations = 0
         self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
 
@@ -117,8 +117,8 @@ class PrivateLoader:
         for number, part in enumerate(fetched):
             rows, padding = part.rows or physical.rows, part.padding
             if part.rows is None:
-                some = {place: members[place] for place in looked_at(len(members))}
-                padding = self._watch.look(self._make_at_once, some, len(members), part.batch)
+                some = {place: members[place] for place in rows_to_check(len(members))}
+                padding = self._check.look(self._make_at_once, some, len(members), part.batch)
             yield (
                 replace(
                     physical,

@@ -37,7 +37,7 @@ class Lots:
             again when the loader is next iterated over: no lot can be skipped by looking at it.
         current: The physical batch in the user's hands; the last one stays here until another is delivered.
         captured: Whether the gradients of that batch have been taken.
-        spoiled: Whether something went wrong as they were, so that the lot has to begin anew.
+        failed: Whether something went wrong as they were, so that the lot has to begin anew.
         generators: Random numbers for the batch in the user's hands: secret until its gradients have been taken.
     """
 
@@ -54,14 +54,14 @@ class Lots:
     def restart(self, lot: int) -> None:
         """Stand before a lot, with nothing in the user's hands."""
         self.generators.end()
-        self.next, self.captured, self.spoiled = lot, False, False
+        self.next, self.captured, self.failed = lot, False, False
         self.current: PhysicalBatch | None = None
         self._process = os.getpid()
 
     def deliver(self, batch: PhysicalBatch) -> None:
         """Hand a physical batch to the user."""
         self.current, self.captured = batch, False
-        self.spoiled &= not batch.first
+        self.failed &= not batch.first
 
     @property
     def pending(self) -> PhysicalBatch | None:
@@ -99,7 +99,7 @@ class Lots:
             RuntimeError: If they were taken before, if the engine was detached, or if this is a forked process.
         """
         self.require_open()
-        if self.spoiled:
+        if self.failed:
             raise RuntimeError(
                 f"lot {self.next} was spoiled by an error in an earlier backward pass; iterate over the loader anew to "
                 "get it again, whole"
@@ -113,9 +113,9 @@ class Lots:
         self.generators.end()
         return self.pending
 
-    def spoil(self) -> None:
-        """Note that an error came between, and that the gradients of the batch in hand are not, or not all, taken."""
-        self.captured, self.spoiled = False, True
+    def mark_failed(self) -> None:
+        """Mark the lot as failed: the gradients of the batch in hand are incomplete."""
+        self.captured, self.failed = False, True
 
     def require_captured(self) -> None:
         """Refuse to move on from a batch whose gradients were not taken.

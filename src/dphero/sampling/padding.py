@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dphero.sampling.batch_rows import BatchRows, Path
 
-__all__ = ["Padding", "Way", "pad_further", "padded_way"]
+__all__ = ["PaddedAxis", "Padding", "pad_further", "padded_axes"]
 
 
 _TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Way:
+class PaddedAxis:
     """How one axis of a tensor is filled up.
 
     Attributes:
@@ -39,20 +39,20 @@ class Padding:
     """How a batch is padded to the longest of its examples.
 
     Attributes:
-        ways: The axes that are, and how.
+        padded: The axes that are, and how.
         lengths: For some rows, the length that an axis of this size would have without padding.
     """
 
-    ways: tuple[Way, ...]
+    padded: tuple[PaddedAxis, ...]
     lengths: dict[int, dict[int, int]]
 
     @property
     def left(self) -> bool:
         """Whether the padding comes first."""
-        return any(way.side == "left" for way in self.ways)
+        return any(filled.side == "left" for filled in self.padded)
 
 
-def padded_way(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[Way] | None:
+def padded_axes(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[PaddedAxis] | None:
     """Return how an example was filled up to what it is in a batch, axis by axis.
 
     Args:
@@ -80,7 +80,7 @@ def padded_way(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[W
         outside[inside] = False
         filling = whole[outside]
         if not longer or bool((filling == filling[0]).all()):
-            return [Way(path, axis, side, filling[0].item()) for axis in longer]
+            return [PaddedAxis(path, axis, side, filling[0].item()) for axis in longer]
     return None
 
 
@@ -92,7 +92,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
-def pad_further(batch: Any, rows: BatchRows, ways: Sequence[Way], length: int) -> Any:
+def pad_further(batch: Any, rows: BatchRows, padded: Sequence[PaddedAxis], length: int) -> Any:
     """Return a batch whose padded axes all have a public length.
 
     Raises:
@@ -100,15 +100,15 @@ def pad_further(batch: Any, rows: BatchRows, ways: Sequence[Way], length: int) -
     """
     for leaf in rows.leaves(batch):
         value = leaf.value
-        for way in ways:
-            if way.path == leaf.path and leaf.axis is not None:
-                value = _pad(value, way, way.axis + (leaf.axis <= way.axis), length)
+        for filled in padded:
+            if filled.path == leaf.path and leaf.axis is not None:
+                value = _pad(value, filled, filled.axis + (leaf.axis <= filled.axis), length)
         if value is not leaf.value:
             batch = _with(batch, leaf.path, value)
     return batch
 
 
-def _pad(value: Tensor, way: Way, axis: int, length: int) -> Tensor:
+def _pad(value: Tensor, filled: PaddedAxis, axis: int, length: int) -> Tensor:
     missing = length - value.shape[axis]
     if missing < 0:
         raise ValueError(
@@ -117,8 +117,8 @@ def _pad(value: Tensor, way: Way, axis: int, length: int) -> Tensor:
         )
     shape = list(value.shape)
     shape[axis] = missing
-    filling = torch.full(shape, way.value, dtype=value.dtype, device=value.device)
-    return torch.cat([value, filling] if way.side == "right" else [filling, value], axis)
+    filling = torch.full(shape, filled.value, dtype=value.dtype, device=value.device)
+    return torch.cat([value, filling] if filled.side == "right" else [filling, value], axis)
 
 
 def _with(batch: Any, path: Path, value: Tensor) -> Any:
