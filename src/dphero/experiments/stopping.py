@@ -19,12 +19,15 @@ class Interrupted(RuntimeError):
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
+def stoppable(unit: str = "step") -> Iterator[Callable[[], bool]]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a request that the loop answers between two steps, after saving.
 
     The first Ctrl-C says what a second one does: it raises ``KeyboardInterrupt`` at once, and nothing is saved. Other
     signals may come as often as they like: a machine that shuts down sends several. A process that was told to ignore
     SIGHUP (``nohup``) goes on ignoring it.
+
+    Args:
+        unit: What the loop finishes before it stops.
     """
     asked: list[int] = []
 
@@ -34,8 +37,9 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         asked.append(number)
         if number == signal.SIGINT:
             logger.warning(
-                "stopping after this step, and saving; a second Ctrl-C stops at once and saves nothing: a resumed run "
-                "then repeats what came after the checkpoint before"
+                "stopping after this %s, and saving; a second Ctrl-C stops at once and saves nothing: a resumed run "
+                "then repeats what came after the checkpoint before",
+                unit,
             )
 
     former: dict[signal.Signals, Any] = {}

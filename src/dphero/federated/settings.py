@@ -14,7 +14,7 @@ __all__ = ["Federation", "Partition", "Strategy", "partition_name", "public_seed
 
 Partition = Literal["iid", "dirichlet", "shards"]
 Strategy = Literal["fedavg", "fedprox", "scaffold", "fednova"]
-UnbatchedTensor = Literal["none", "generated", "distilled", "distilled-published"]
+Shared = Literal["none", "generated", "distilled", "distilled-published"]
 Controls = Literal["update", "gradient"]
 Weights = Literal["records", "equal"]
 
@@ -60,7 +60,7 @@ class Federation:
     strategy: Strategy = "fedavg"
     proximal_mu: float = 0.1
     controls: Controls = "update"
-    shared: UnbatchedTensor = "none"
+    shared: Shared = "none"
     sharing_budget: float = 0.5
     unsound: bool = False
     weights: Weights = "records"
@@ -87,7 +87,7 @@ class Federation:
         one_of("strategy", self.strategy, get_args(Strategy))
         one_of("weights", self.weights, get_args(Weights))
         one_of("controls", self.controls, get_args(Controls))
-        one_of("shared", self.shared, get_args(UnbatchedTensor))
+        one_of("shared", self.shared, get_args(Shared))
         if not 0 < self.sharing_budget < 1:
             raise ValueError(f"sharing_budget must lie between 0 and 1, got {self.sharing_budget:g}")
         if self.shared == "distilled-published" and not self.unsound:

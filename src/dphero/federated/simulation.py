@@ -58,10 +58,11 @@ def simulate(
     if directory.result is not None:
         return directory.result
     federation, home = federation_of(directory), directory.path / "clients"
-    with directory.locked(), stoppable() as asked_to_stop:
+    with directory.locked(), stoppable("round") as asked_to_stop:
         data = datasets.load(directory.recipe.data, directory.recipe.channels) if data is None else data
         _draw(directory, federation, data)  # what cannot be dealt out is said before anything starts
-        server = Server(directory, federation, data, report=report, asked_to_stop=asked_to_stop, homes=home)
+        with _quietly():
+            server = Server(directory, federation, data, report=report, asked_to_stop=asked_to_stop, homes=home)
         server_app = ServerApp()
 
         @server_app.main()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from dphero.cli._channels import ChannelsOption
-from dphero.cli._console import console
 from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._dataset_size import DatasetSizeOption, size_of
-from dphero.cli.privacy._price import Accountant, JsonOption
-from dphero.cli.runs.train import _options
+from dphero.cli.privacy._dataset_size import DatasetSizeOption
+from dphero.cli.privacy._price import JsonOption
+from dphero.cli.runs import _training as training
 
 if TYPE_CHECKING:
     from dphero.experiments.runs.rundir import RunDirectory
@@ -33,11 +28,9 @@ def register(app: typer.Typer) -> None:
 
 def federate(
     context: typer.Context,
-    data: Annotated[
-        str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
-    ] = None,
+    data: training.DataOption = None,
     channels: ChannelsOption = None,
-    model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
+    model: training.ModelOption = None,
     method: Annotated[str | None, typer.Option(help="How clients train: dp-hero (default), dp-sgd, sgd, …")] = None,
     clients: Annotated[int, typer.Option(min=1, help="How many clients there are.")] = 10,
     sampled: Annotated[int | None, typer.Option(min=1, help="Clients in a round; half of them unless given.")] = None,
@@ -77,28 +70,22 @@ def federate(
     ] = None,
     client_clip: Annotated[float, typer.Option(help="The longest update that then counts in full.")] = 1.0,
     epsilon: Annotated[float | None, typer.Option(help="Each client's budget for all rounds together.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="The noise; the privacy loss follows.")] = None,
-    delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
+    noise_multiplier: training.NoiseMultiplierOption = None,
+    delta: training.DeltaOption = None,
     lot: Annotated[int | None, typer.Option(help="Expected examples in a client's step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the clients.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of the clients; begins anew every round.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Clip norm.")] = None,
-    accountant: Annotated[Accountant | None, typer.Option(help="How to price.")] = None,
+    clip: training.ClipOption = None,
+    accountant: training.AccountantOption = None,
     dataset_size: DatasetSizeOption = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Make the run repeatable; privacy then rests on keeping the seed secret.")
-    ] = None,
-    secure: Annotated[bool, typer.Option("--secure", help="Noise and lots from a cryptographic generator.")] = False,
-    options: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="An option of the method; may be repeated.")
-    ] = None,
+    seed: training.SeedOption = None,
+    secure: training.SecureOption = False,
+    options: training.MethodOptions = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that act as clients; one for each core.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to keep the run; a new folder under runs/ unless given.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with a run that was stopped.")] = None,
+    out: training.OutOption = None,
+    resume: training.ResumeOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -119,15 +106,16 @@ def federate(
         "momentum": momentum,
         "clip": clip,
         "accountant": accountant,
-        "dataset_size": size_of(dataset_size),
+        "dataset_size": dataset_size,
         "seed": seed,
-        "secure": secure or None,
-        "options": _options(options),
+        "secure": secure,
+        "options": options,
     }
-    given = {name: value for name, value in recipe.items() if value not in (None, {})}
+    given = training.given_recipe(recipe)
     if resume is not None and (others := _written(context) - {"resume", "trust", "workers", "as_json"}):
         names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in others))
         raise ValueError(f"--resume goes on with a run as it was begun; leave out all other settings: {names}")
+    training.require_data(data, resume)
     federation = {
         "clients": clients,
         "sampled": sampled if sampled is not None else (clients + 1) // 2,
@@ -149,9 +137,7 @@ def federate(
     }
     result = _run(given, federation, out, resume, trust, workers)
     if as_json:
-        from dphero.experiments.runs.files import to_json
-
-        typer.echo(to_json({name: result[name] for name in _KEYS}))
+        training.print_json(result, _KEYS)
     else:
         _show(result)
 
@@ -170,32 +156,25 @@ def _run(
     workers: int | None,
 ) -> dict[str, Any]:
     """Run under a display of the rounds on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True)) as bar:
+    with training.progress_bar() as bar:
         task = bar.add_task("Preparing", total=None, figures="")
         simulation = _simulation()
         from dphero.experiments import RunDirectory
-        from dphero.experiments.stopping import Interrupted
 
-        directory = RunDirectory.open(resume, trust=trust) if resume is not None else _begin(given, federation, out)
+        new = False
+        if resume is not None:
+            directory = RunDirectory.open(resume, trust=trust)
+        else:
+            directory, new = _begin(given, federation, out)
 
         def report(progress: RoundProgress) -> None:
-            figures = _figures(progress)
-            bar.console.print(f"round {progress.round:3d}  {figures}")
-            bar.update(task, description="Rounds", completed=progress.round, total=progress.rounds, figures="")
+            if progress.accuracy is not None:
+                bar.console.print(_line(progress))
+            bar.update(task, description="Rounds", completed=progress.round, total=progress.rounds)
 
-        try:
+        bar.console.print(_settings(directory))
+        with training.leaving_nothing_halfway(directory, "federate", bar, new=new):
             return simulation.simulate(directory, report=report, workers=workers)
-        except Interrupted as error:
-            bar.stop()
-            typer.echo(f"dphero: {error}; go on with: dphero federate --resume {directory.path}", err=True)
-            raise typer.Exit(130) from error
 
 
 def _simulation() -> Any:
@@ -208,7 +187,8 @@ def _simulation() -> Any:
     return simulation
 
 
-def _begin(given: dict[str, Any], settings: dict[str, Any], out: Path | None) -> RunDirectory:
+def _begin(given: dict[str, Any], settings: dict[str, Any], out: Path | None) -> tuple[RunDirectory, bool]:
+    """Return the directory of a new run, and whether it was made just now."""
     from dphero import experiments
     from dphero.federated.client.training_round import require_federable
     from dphero.federated.defaults import DEFAULTS
@@ -218,39 +198,58 @@ def _begin(given: dict[str, Any], settings: dict[str, Any], out: Path | None) ->
     recipe = experiments.resolve(DEFAULTS.get(str(given.get("data")), {}), given)
     federation = Federation(**settings, seed=public_seed(recipe.seed))
     require_federable(recipe, federation)
-    return create(out or _new_folder(recipe), recipe, federation)
+    place = out or training.new_folder(recipe, "federated-")
+    new = not place.exists()
+    return create(place, recipe, federation), new
 
 
-def _new_folder(recipe: Any) -> Path:
-    stem = f"federated-{Path(recipe.data.replace(':', '-')).stem}-{recipe.method}-{datetime.now():%Y%m%d-%H%M%S}"
-    names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+def _settings(directory: RunDirectory) -> str:
+    """What is said before the first round, which takes a while to begin."""
+    from dphero.federated.directory import federation_of
+    from dphero.federated.settings import partition_name
+
+    federation, recipe = federation_of(directory), directory.recipe
+    return (
+        f"{recipe.data} among {federation.clients} clients ({partition_name(federation)}), {federation.sampled} of "
+        f"them in each of {federation.rounds} rounds; kept in {directory.path}"
+    )
 
 
-def _figures(progress: RoundProgress) -> str:
+def _line(progress: RoundProgress) -> str:
+    """What is said of a round."""
+    width = len(str(progress.rounds))
     parts = [
+        f"round {progress.round:{width}d}",
         None if progress.accuracy is None else f"accuracy {progress.accuracy:.2%}",
-        f"ε largest {progress.epsilon:.3f}, median {progress.epsilon_median:.3f}",
+        _spent(progress),
         f"{progress.averaged} averaged",
-        f"{progress.declined} declined" if progress.declined else None,
+        f"{progress.declined} of all clients declined" if progress.declined else None,
         f"rejected: {', '.join(progress.rejected)}" if progress.rejected else None,
         f"failed: {', '.join(progress.failed)}" if progress.failed else None,
     ]
     return "  ".join(part for part in parts if part)
 
 
+def _spent(progress: RoundProgress) -> str | None:
+    """The clients' prices so far; an infinite one says nothing more in the next round."""
+    largest, median = progress.epsilon, progress.epsilon_median
+    if largest is None or median is None:
+        return None
+    if math.isinf(largest):
+        return "ε unbounded"
+    return f"ε largest {largest:.3f}, median {median:.3f}"
+
+
 def _show(result: dict[str, Any]) -> None:
     """Print the outcome for people."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(overflow="fold")  # a path must not be cut short
-    table.add_row("method", f"{result['method']}, {result['strategy']}, {result['partition']}")
-    table.add_row("rounds", f"{result['rounds']:,} in {result['seconds']:.0f} s")
-    table.add_row("declined", ", ".join(result["declined"]) or "nobody")
-    table.add_row("kept in", result["run"])
-    screen, title = console(), Text(f"Test accuracy {result['accuracy']:.2%}", style="bold")
-    screen.print(Panel(table, title=title, title_align="left", expand=False))
-    for name in ("statement.txt", "statement-clients.txt"):
-        path = Path(result["run"]) / name
-        if path.exists():
-            screen.print(path.read_text(encoding="utf-8"))
+    run = Path(result["run"])
+    rows = {
+        "method": f"{result['method']}, {result['strategy']}, {result['partition']}",
+        "rounds": f"{result['rounds']:,} in {result['seconds']:.0f} s",
+        "declined": ", ".join(result["declined"]) or "nobody",
+        "kept in": result["run"],
+    }
+    statements = [run / name for name in ("statement.txt", "statement-clients.txt")]
+    training.show_outcome(
+        result["accuracy"], rows, *(path.read_text(encoding="utf-8") for path in statements if path.exists())
+    )

@@ -75,7 +75,7 @@ class Server:
         directory: Where it is kept.
         federation: The settings.
         data: The server's data; only its test half is used.
-        report: Called after every round.
+        report: Called before the first round, without an accuracy, and after every round.
         asked_to_stop: Whether the run should stop after this round.
         homes: Where the clients keep what they remember, if they run on this machine: a directory with one for each.
     """
@@ -152,6 +152,7 @@ class Server:
         if number == 0:
             if not self.directory.checkpoint.exists():
                 self._save()
+            self.report(self._progress(None, self._epsilons()))
             return None
         load(self.task.module, {name: torch.from_numpy(value.numpy().copy()) for name, value in arrays.items()})
         self.done, self.seconds = self.happened.number, time.monotonic() - self._started
