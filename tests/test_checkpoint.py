@@ -690,7 +690,7 @@ def test_other_data_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.M
     other = with_data(second)
     with pytest.raises(ValueError, match=f"other data .*{match}"):
         other.engine.load(tmp_path / "run.pt")
-    monkeypatch.setattr("dphero.engine.require_same_data", lambda *arguments: None)
+    monkeypatch.setattr("dphero.engine.privacy_engine.require_same_data", lambda *arguments: None)
     other.engine.load(tmp_path / "run.pt")  # without the guard
 
 

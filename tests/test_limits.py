@@ -9,6 +9,7 @@ import pytest
 
 from dphero import BudgetExhausted, PrivacyEngine
 from dphero.accounting import Budget
+from dphero.engine.account import Account
 from tests.trainer import Training, training
 
 DELTA = 1e-5
@@ -46,7 +47,7 @@ def test_a_limit_outlives_detach(three: float, monkeypatch: pytest.MonkeyPatch) 
         return begin(run.engine, seed=8)
 
     assert go_on(train_again()) == 3
-    monkeypatch.setattr(PrivacyEngine, "_budget_of", lambda self, accountant: None)  # without the guard
+    monkeypatch.setattr(Account, "budget_for", lambda self, accountant: None)  # without the guard
     again = train_again()
     again.steps(6)
     assert again.engine.get_epsilon(DELTA) > three
@@ -70,7 +71,7 @@ def test_a_limit_goes_with_the_checkpoint(
 
     assert go_on(resumed()) == 3
     if own != 1.0:
-        monkeypatch.setattr(PrivacyEngine, "_stricter_budget", lambda self, saved: self._budget)  # without the guard
+        monkeypatch.setattr(Account, "stricter_budget", lambda self, saved: self.budget)  # without the guard
         again = resumed()
         again.steps(3)
         assert again.engine.get_epsilon(DELTA) > three
@@ -112,7 +113,7 @@ def test_a_limit_that_is_raised_later_is_noted(three: float) -> None:
     assert "limit" not in run.engine.statement(DELTA).text
     run.engine.limit(3 * three, DELTA)
     assert "The limit was raised from" in run.engine.statement(DELTA).text
-    assert isinstance(run.engine._budget, Budget)
+    assert isinstance(run.engine._account.budget, Budget)
 
 
 def test_noise_that_is_set_anew_after_releases_is_noted(tmp_path: Path) -> None:

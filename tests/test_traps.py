@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dphero import PrivacyEngine, engine, run, sampling
+from dphero import PrivacyEngine, sampling
 from dphero.checks import modules
 from dphero.checks.loss import check as loss_check
+from dphero.engine import assembly, sources
 from dphero.geometry.geometry import identity
 from dphero.gradients import convolution, pieces
 from dphero.gradients.batch import GradientBatch
@@ -33,6 +34,7 @@ from dphero.mechanism.clipping import Flat
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
 from dphero.numerics import partial_norms as lengths
+from dphero.run import Run, private_gradients
 from dphero.sampling import Lots, PoissonSampler, PrivateLoader
 from tests.trainer import Training, data, network, same, training
 
@@ -266,7 +268,7 @@ def test_the_default_seed_is_the_operating_systems(monkeypatch: Patch) -> None:
     assert not training(seed=None).engine._attached.mechanism.noise.seeded
 
     monkeypatch.setattr(secrets, "token_bytes", lambda count: b"0" * count)
-    monkeypatch.setattr(engine.secrets, "randbits", lambda bits: 1)
+    monkeypatch.setattr(sources.secrets, "randbits", lambda bits: 1)
     (first, lot), (second, other) = noise_and_lot(), noise_and_lot()
     assert same(first, second) and lot == other  # this is what the test would see if they were not
 
@@ -471,7 +473,7 @@ def test_a_second_engine_on_the_same_model_is_refused(monkeypatch: Patch) -> Non
     made.engine.detach()
     training(made.module, engine=PrivacyEngine()).steps(1)
 
-    monkeypatch.setattr(engine, "require_free", lambda module: None)
+    monkeypatch.setattr(assembly, "require_free", lambda module: None)
     second = training(made.module, engine=PrivacyEngine())
     assert second.engine.ledger.steps == 0  # without the guard: a ledger that knows nothing of the other
 
@@ -484,7 +486,7 @@ def test_a_second_optimizer_does_not_escape(monkeypatch: Patch) -> None:
         training(model, optimizer=lambda _: half)
 
     monkeypatch.setattr(
-        engine, "trained_parameters", lambda module, optimizers: dict(module[0].named_parameters(prefix="0"))
+        assembly, "trained_parameters", lambda module, optimizers: dict(module[0].named_parameters(prefix="0"))
     )
     made = training(model, optimizer=lambda _: half, guidance="isotropic")
     assert made.steps(1)[0].keys() >= {"0.weight", "0.bias"}  # without the guard half of the model is nobody's business
@@ -522,13 +524,13 @@ def test_no_gradient_without_noise_reaches_the_optimizer(leak: Any, monkeypatch:
         assert same(before, made.weights())
 
     # Without the guards on the parameters, the look before the step finds it; without that too, it trains.
-    monkeypatch.setattr(run._Guard, "__call__", lambda self, gradient: gradient)
+    monkeypatch.setattr(private_gradients._Guard, "__call__", lambda self, gradient: gradient)
     second = training()
     if leak is not penalise:  # there the private gradient replaces it
         leak(second)
         with pytest.raises(RuntimeError, match="holds a gradient that is not the private one"):
             second.optimizer.step()
-        monkeypatch.setattr(run.Run, "_require_private", lambda self, parameter: None)
+        monkeypatch.setattr(private_gradients.PrivateGradients, "_require_private", lambda self, parameter: None)
         third = training()
         leak(third)
         third.optimizer.step()
@@ -699,7 +701,7 @@ def test_an_earlier_batch_does_not_count_again_along_with_a_later_one(monkeypatc
 
     with pytest.raises(RuntimeError, match="belongs to an earlier batch"):
         rehearsing(0)
-    monkeypatch.setattr(run.Run, "before_batch", lambda self: None)
+    monkeypatch.setattr(Run, "before_batch", lambda self: None)
     assert max(rehearsing(seed) for seed in range(3)) == pytest.approx(2.0, rel=1e-3)  # without the guard: 2 C
 
 

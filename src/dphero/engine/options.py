@@ -1,0 +1,81 @@
+"""The options of ``make_private``, checked as far as they can be without model and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Literal
+
+from dphero._checks import closest, one_of, positive, whole
+from dphero.guidance import Guidance
+from dphero.mechanism.release import Mode
+
+__all__ = ["Clipping", "Options", "require_known"]
+
+Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is to be trained; see :meth:`dphero.PrivacyEngine.make_private` for each of them.
+
+    Raises:
+        ValueError: If one of them is impossible, or two do not go together.
+    """
+
+    noise_multiplier: float
+    max_grad_norm: float
+    guidance: str | Guidance
+    mechanism: Mode
+    clipping: Clipping
+    sample_rate: float | None
+    expected_batch_size: float | None
+    dataset_size: int | Literal["public"] | None
+    physical_batch_size: int | None
+    sampling: Literal["poisson", "shuffle"]
+    loss_reduction: Literal["mean", "sum"]
+    secure: bool
+    seed: int | None
+    unsound: bool
+    cuda_graphs: bool
+    pad_to: int | Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        positive("noise_multiplier", self.noise_multiplier)
+        one_of("mechanism", self.mechanism, ("ellipsoid", "ball", "published"))
+        one_of("sampling", self.sampling, ("poisson", "shuffle"))
+        one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
+        one_of("cuda_graphs", self.cuda_graphs, (False, True))
+        if self.physical_batch_size is not None:
+            whole("physical_batch_size", self.physical_batch_size)
+        for length in self.lengths:
+            whole("pad_to", length)
+        if self.mechanism == "published":
+            self._require_consent()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The public lengths to which examples are padded, if any."""
+        if self.pad_to is None:
+            return ()
+        return (self.pad_to,) if isinstance(self.pad_to, int) else tuple(self.pad_to)
+
+    def _require_consent(self) -> None:
+        if not self.unsound:
+            raise ValueError(
+                'mechanism="published" is the recipe as printed: its noise is weakest along some directions and its '
+                "true ε is far above the claimed one. To study it, pass unsound=True; to train, use the ellipsoid."
+            )
+        if self.sampling != "poisson":
+            raise ValueError('mechanism="published" is priced for Poisson sampling alone; pass sampling="poisson"')
+        if self.clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
+            raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
+
+
+def require_known(options: Mapping[str, Any], method: Any) -> None:
+    """Refuse options that a method does not have, with the closest name that it has."""
+    known = signature(method).parameters
+    for name in options.keys() - known.keys():
+        hint = closest(name, known, f"the arguments are {', '.join(known)}")
+        raise TypeError(f"make_private_with_epsilon got an unexpected argument {name!r}; {hint}")
