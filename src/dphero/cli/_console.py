@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import typer
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["console", "say", "table", "visible"]
+__all__ = ["console", "print_text", "say", "table", "visible"]
 
 _NARROWEST, _USUAL = 10, 80
 
@@ -42,6 +43,14 @@ def console(*, stderr: bool = False) -> Console:
     if found.width < _NARROWEST:  # COLUMNS=0, or a terminal that does not know: nothing would be seen at all
         found.width = _USUAL
     return found
+
+
+def print_text(screen: Console, text: str) -> None:
+    """Print lines of text; what goes on in the next line of the terminal is indented as the point it belongs to."""
+    for line in text.splitlines():
+        start = re.match(r" *(?:- )?", line)
+        indent = " " * len(start[0] if start else "")
+        screen.print("\n".join(textwrap.wrap(line, screen.width, subsequent_indent=indent)), soft_wrap=True)
 
 
 def table(*headings: str) -> Table:

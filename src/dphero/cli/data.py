@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import JsonOption
 
 if TYPE_CHECKING:
     from dphero.data import Got

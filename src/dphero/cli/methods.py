@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from dphero.cli._console import console, table
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import JsonOption
 
 if TYPE_CHECKING:
     from dphero.methods import Method

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.panel import Panel
@@ -13,15 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dphero.cli._console import console
+from dphero.cli._options import Accountant
 
 if TYPE_CHECKING:
     from dphero.accounting import Price
 
-Accountant = Literal["pld", "rdp", "zcdp", "gdp"]
-
 DeltaOption = Annotated[float, typer.Option(help="The probability left out of account, below 1 / examples.")]
 AccountantOption = Annotated[Accountant, typer.Option(help="How to price.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def show(
@@ -71,9 +69,15 @@ def show(
         table.add_row(label, value, style="bold green" if name == solved else None)
     if price.warning:
         table.add_row("warning", price.warning, style="yellow")
-    sign = "≤" if price.is_bound else "≈"
-    title = f"ε {sign} {_round(price.epsilon, math.ceil, 5):.5g} at δ = {price.delta:g}"
+    title = in_words(price.epsilon, price.delta, is_bound=price.is_bound)
     console().print(Panel(table, title=Text(title, style="bold"), expand=False, title_align="left"))
+
+
+def in_words(epsilon: float | None, delta: float, *, is_bound: bool) -> str:
+    """Return a price in one line, rounded up; ``None`` is an infinite ε, as in JSON."""
+    if epsilon is None or math.isinf(epsilon):
+        return "ε = ∞: nothing is guaranteed"
+    return f"ε {'≤' if is_bound else '≈'} {_round(epsilon, math.ceil, 5):.5g} at δ = {delta:g}"
 
 
 def _round(value: float, towards: Callable[[float], int], digits: int = 6) -> float:

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from dphero.cli._console import console
-from dphero.cli._paths import folder
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._dataset_size import DatasetSizeOption, size_of
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import DatasetSizeOption, JsonOption, TrustOption, folder, size_of
+from dphero.cli._progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from dphero.audit.report import Report
@@ -87,20 +84,14 @@ def audit(
         if out is None and folder.is_symlink():
             raise ValueError(f"{folder} is a symbolic link, which is not followed here: remove it, or give --out")
         _require_writable(folder)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task("Preparing", total=None)
-
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
+    with ProgressDisplay("Preparing") as display:
         try:
             report = _report(
                 target, method, data, size_of(dataset_size), noise_multiplier, epsilon, quick, releases, delta,
-                confidence, seed, tell, trust,
+                confidence, seed, display.update, trust,
             )  # fmt: skip
         except KeyboardInterrupt as error:
-            bar.stop()
+            display.stop()
             typer.echo("dphero: interrupted; the audit is not finished, and nothing was written", err=True)
             raise typer.Exit(130) from error
     if as_json:

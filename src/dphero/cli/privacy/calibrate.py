@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dphero.cli.privacy._price import AccountantOption, DeltaOption, JsonOption, show
+from dphero.cli._options import JsonOption
+from dphero.cli.privacy._price import AccountantOption, DeltaOption, show
 
 
 def register(app: typer.Typer) -> None:

@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dphero.cli._channels import ChannelsOption
 from dphero.cli._console import console, say, table
-from dphero.cli._paths import folder
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._dataset_size import DatasetSizeOption, size_of
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import ChannelsOption, DatasetSizeOption, JsonOption, TrustOption, folder, size_of
+from dphero.cli._progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from dphero.experiments.comparison.plan import Planned
@@ -87,16 +83,7 @@ def compare(
             raise ValueError(f"{name} is empty: give values separated by commas, or leave it out")
     if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
         raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), speed_estimate_period=600) as bar:
-        overall = bar.add_task("Planning", total=None, figures="")
+    with ProgressDisplay("Planning", speed_seconds=600) as display:
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.experiments.comparison import compare as comparing
         from dphero.experiments.comparison import plan as plans
@@ -112,17 +99,16 @@ def compare(
                 recipes.require_trust(in_file, recipe or "", trust, instead=given)
                 plan = _plan([in_file, given], methods, epsilons, seeds, vary)
                 directory = out or _new_folder(plan)
-            rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Display(bar, overall))
+            rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Reporter(display))
         except experiments.Interrupted as error:
-            bar.stop()
+            display.stop()
             say(f"dphero: {error}; go on with: dphero compare --resume {directory}{_trust(plan)}")
             raise typer.Exit(130) from error
         except KeyboardInterrupt as error:
-            bar.stop()
+            display.stop()
             where = f"; go on with: dphero compare --resume {directory}{_trust(plan)}" if directory else ""
             say(f"dphero: stopped at once; runs at work keep their last checkpoint{where}")
             raise typer.Exit(130) from error
-        bar.update(overall, description="Done")
     if as_json:
         _print_json(rows, directory)
     else:
@@ -149,44 +135,36 @@ def _plan(
     return plan
 
 
-class _Display:
-    """Shows a sweep as bars: one for all runs, one for each run at work."""
+class _Reporter:
+    """Shows a sweep: one bar for all runs, one for each run at work."""
 
-    def __init__(self, bar: Progress, overall: Any) -> None:
-        self._bar, self._overall = bar, overall
-        self._tasks: dict[str, Any] = {}
+    def __init__(self, display: ProgressDisplay) -> None:
+        self._display = display
         self._failed: set[str] = set()
 
     def __call__(self, standing: Standing) -> None:
-        bar = self._bar
-        left = standing.runs - len(standing.done) - len(standing.failed) - len(standing.running)
-        figures = f"{len(standing.done)} of {standing.runs} done, {len(standing.running)} running, {left} waiting"
-        if standing.failed:
-            figures += f", {len(standing.failed)} failed"
-        bar.update(
-            self._overall, description="All runs", completed=standing.completed, total=standing.runs, figures=figures
-        )
-        for name in set(self._tasks) - set(standing.running):
-            bar.remove_task(self._tasks.pop(name))
+        done, running, failed = (len(each) for each in (standing.done, standing.running, standing.failed))
+        counts = {"failed": failed, "running": running, "waiting": standing.runs - done - failed - running}
+        figures = [f"{count} {name}" for name, count in counts.items() if count]
+        counter = f"{done} of {standing.runs} done"
+        self._display.update("All runs", standing.completed, standing.runs, figures, counter)
+        self._display.keep_parts(list(standing.running))
         for name, state in standing.running.items():
-            if name not in self._tasks:
-                self._tasks[name] = bar.add_task(f"  {name}", total=None, figures="starting")
-            if state.get("steps"):
-                bar.update(
-                    self._tasks[name], completed=state["step"], total=state["steps"], figures=_run_figures(state)
-                )
+            known = bool(state.get("steps"))
+            figures = _run_figures(state) if known else ["starting"]
+            self._display.update_part(name, state["step"] if known else None, state.get("steps"), figures)
         for name in set(standing.failed) - self._failed:
             self._failed.add(name)
-            bar.console.print(f"{name} failed: {standing.failed[name]}")
+            self._display.say(f"{name} failed: {standing.failed[name]}")
 
 
-def _run_figures(state: Any) -> str:
-    parts = [f"step {state['step']} of {state['steps']}"]
+def _run_figures(state: Any) -> list[str]:
+    figures = []
     if state.get("accuracy") is not None:
-        parts.append(f"accuracy {state['accuracy']:.2%}")
+        figures.append(f"accuracy {state['accuracy']:.2%}")
     if state.get("epsilon") is not None:
-        parts.append(f"ε {state['epsilon']:.3g}")
-    return "  ".join(parts)
+        figures.append(f"ε {state['epsilon']:.3g}")
+    return figures
 
 
 def _new_folder(plan: list[Planned]) -> Path:

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dphero.cli._channels import ChannelsOption
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._dataset_size import DatasetSizeOption
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import (
+    AccountantOption,
+    ChannelsOption,
+    ClipOption,
+    DataOption,
+    DatasetSizeOption,
+    DeltaOption,
+    JsonOption,
+    ModelOption,
+    NoiseOption,
+    OutOption,
+    ResumeOption,
+    SecureOption,
+    SeedOption,
+    SetOption,
+    TrustOption,
+)
+from dphero.cli._progress import ProgressDisplay
 from dphero.cli.runs import _training as training
 
 if TYPE_CHECKING:
@@ -28,9 +42,9 @@ def register(app: typer.Typer) -> None:
 
 def federate(
     context: typer.Context,
-    data: training.DataOption = None,
+    data: DataOption = None,
     channels: ChannelsOption = None,
-    model: training.ModelOption = None,
+    model: ModelOption = None,
     method: Annotated[str | None, typer.Option(help="How clients train: dp-hero (default), dp-sgd, sgd, …")] = None,
     clients: Annotated[int, typer.Option(min=1, help="How many clients there are.")] = 10,
     sampled: Annotated[int | None, typer.Option(min=1, help="Clients in a round; half of them unless given.")] = None,
@@ -70,22 +84,22 @@ def federate(
     ] = None,
     client_clip: Annotated[float, typer.Option(help="The longest update that then counts in full.")] = 1.0,
     epsilon: Annotated[float | None, typer.Option(help="Each client's budget for all rounds together.")] = None,
-    noise_multiplier: training.NoiseMultiplierOption = None,
-    delta: training.DeltaOption = None,
+    noise_multiplier: NoiseOption = None,
+    delta: DeltaOption = None,
     lot: Annotated[int | None, typer.Option(help="Expected examples in a client's step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the clients.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of the clients; begins anew every round.")] = None,
-    clip: training.ClipOption = None,
-    accountant: training.AccountantOption = None,
+    clip: ClipOption = None,
+    accountant: AccountantOption = None,
     dataset_size: DatasetSizeOption = None,
-    seed: training.SeedOption = None,
-    secure: training.SecureOption = False,
-    options: training.MethodOptions = None,
+    seed: SeedOption = None,
+    secure: SecureOption = None,
+    options: SetOption = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that act as clients; one for each core.")
     ] = None,
-    out: training.OutOption = None,
-    resume: training.ResumeOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -156,8 +170,7 @@ def _run(
     workers: int | None,
 ) -> dict[str, Any]:
     """Run under a display of the rounds on stderr."""
-    with training.progress_bar() as bar:
-        task = bar.add_task("Preparing", total=None, figures="")
+    with ProgressDisplay("Preparing") as display:
         simulation = _simulation()
         from dphero.experiments import RunDirectory
 
@@ -169,11 +182,11 @@ def _run(
 
         def report(progress: RoundProgress) -> None:
             if progress.accuracy is not None:
-                bar.console.print(_line(progress))
-            bar.update(task, description="Rounds", completed=progress.round, total=progress.rounds)
+                display.say(_line(progress))
+            display.update("Rounds", progress.round, progress.rounds)
 
-        bar.console.print(_settings(directory))
-        with training.leaving_nothing_halfway(directory, "federate", bar, new=new):
+        display.say(_settings(directory))
+        with training.leaving_nothing_halfway(directory, "federate", display, new=new):
             return simulation.simulate(directory, report=report, workers=workers)
 
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from dphero.cli._console import console, table
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import JsonOption, TrustOption
 
 
 def register(app: typer.Typer) -> None:

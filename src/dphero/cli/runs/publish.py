@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dphero.cli._console import console, table
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import JsonOption
 
 
 def register(app: typer.Typer) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dphero.cli._console import console, table
-from dphero.cli._paths import folder
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._console import console, say, table
+from dphero.cli._options import JsonOption, WorkersOption, folder
+from dphero.cli._progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from dphero.experiments.comparison.sweep import Standing
@@ -40,7 +39,7 @@ def reproduce(
         Literal["paper", "digits"],
         typer.Option(help="digits: small built-in images for seconds of training, to try the command."),
     ] = "paper",
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
+    workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the DP-Hero paper's table and figures anew: the sound mechanism, and the published recipe at its true price.
@@ -49,21 +48,13 @@ def reproduce(
     """
     if data == "digits" and full:
         raise ValueError("--data digits tries the commands out within seconds; leave out --full")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[figures]}", markup=False),
-        TimeElapsedColumn(),
-        console=console(stderr=True),
-    ) as bar:
-        task = bar.add_task("Planning", total=None, figures="")
+    with ProgressDisplay("Planning", speed_seconds=600) as display:
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.experiments.reproduction.items import ITEMS, find
         from dphero.experiments.reproduction.running import reproduce as reproduce_item
 
         if item == "list":
-            bar.update(task, visible=False)
-            bar.stop()
+            display.stop()
             _list(as_json)
             return
         names = list(ITEMS) if item == "all" else [find(item).name]
@@ -72,14 +63,13 @@ def reproduce(
         try:
             for number, name in enumerate(names, 1):
                 title = f"{name} ({number} of {len(names)})" if len(names) > 1 else name
-                bar.update(task, description=title, completed=0, total=None, figures="planning")
-                report = _Display(bar, task)
+                display.update(title, figures=["planning"])
+                report = _Reporter(display, title)
                 found.append(reproduce_item(name, out, size=size, runs=runs, workers=workers, report=report))
         except experiments.Interrupted as error:
-            bar.stop()
-            typer.echo(f"dphero: {error}; the same command goes on", err=True)
+            display.stop()
+            say(f"dphero: {error}; the same command goes on")
             raise typer.Exit(130) from error
-        bar.update(task, description="Done", completed=1, total=1, figures="")
     if as_json:
         from dphero.experiments.runs.files import to_json
 
@@ -91,20 +81,19 @@ def reproduce(
         raise typer.Exit(1)
 
 
-class _Display:
+class _Reporter:
     """Shows where the runs of an item stand."""
 
-    def __init__(self, bar: Progress, task: Any) -> None:
-        self._bar, self._task = bar, task
+    def __init__(self, display: ProgressDisplay, title: str) -> None:
+        self._display, self._title = display, title
         self._failed: set[str] = set()
 
     def __call__(self, standing: Standing) -> None:
-        running = ", ".join(standing.running)
-        figures = f"{len(standing.done)} of {standing.runs} runs done; {running}"
-        self._bar.update(self._task, completed=standing.completed, total=standing.runs, figures=figures)
+        counter = f"{len(standing.done)} of {standing.runs} runs done"
+        self._display.update(self._title, standing.completed, standing.runs, list(standing.running), counter)
         for name in set(standing.failed) - self._failed:
             self._failed.add(name)
-            self._bar.console.print(f"{name} failed: {standing.failed[name]}")
+            self._display.say(f"{name} failed: {standing.failed[name]}")
 
 
 def _list(as_json: bool) -> None:

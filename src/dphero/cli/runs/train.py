@@ -7,15 +7,42 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dphero.cli._channels import ChannelsOption
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._dataset_size import DatasetSizeOption
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import (
+    AccountantOption,
+    ChannelsOption,
+    ClipOption,
+    DataOption,
+    DatasetSizeOption,
+    DeltaOption,
+    DeviceOption,
+    EpochsOption,
+    EpsilonOption,
+    JsonOption,
+    LearningRateOption,
+    LotOption,
+    MethodOption,
+    ModelOption,
+    NoiseOption,
+    OutOption,
+    ResumeOption,
+    SecureOption,
+    SeedOption,
+    SetOption,
+    TrustOption,
+)
+from dphero.cli._progress import ProgressDisplay
+from dphero.cli.privacy._price import in_words
 from dphero.cli.runs import _training as training
 
 if TYPE_CHECKING:
     from dphero import experiments
+    from dphero.methods.recipe import Recipe
 
+_SETTINGS = (
+    "data", "channels", "model", "method", "epsilon", "noise_multiplier", "delta", "lot", "epochs", "lr", "momentum",
+    "optimizer", "clip", "clipping", "guidance", "mechanism", "accountant", "dataset_size", "physical_batch",
+    "seed", "secure", "device", "cuda_graphs", "options",
+)  # fmt: skip
 _KEYS = ("accuracy", "epsilon", "is_bound", "delta", "steps", "method", "run")
 
 
@@ -25,86 +52,58 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    data: training.DataOption = None,
+    context: typer.Context,
+    data: DataOption = None,
     channels: ChannelsOption = None,
-    model: training.ModelOption = None,
-    method: Annotated[str | None, typer.Option(help="How to train (dphero methods); dp-hero unless given.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed; the noise follows.")] = None,
-    noise_multiplier: training.NoiseMultiplierOption = None,
-    delta: training.DeltaOption = None,
-    lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    model: ModelOption = None,
+    method: MethodOption = None,
+    epsilon: EpsilonOption = None,
+    noise_multiplier: NoiseOption = None,
+    delta: DeltaOption = None,
+    lot: LotOption = None,
+    epochs: EpochsOption = None,
+    lr: LearningRateOption = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
-    clip: training.ClipOption = None,
+    clip: ClipOption = None,
     clipping: Annotated[str | None, typer.Option(help="flat, per_layer, automatic or adaptive.")] = None,
     guidance: Annotated[str | None, typer.Option(help="What shapes the noise: pca, history, isotropic.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="ellipsoid or ball.")] = None,
-    accountant: training.AccountantOption = None,
+    accountant: AccountantOption = None,
     dataset_size: DatasetSizeOption = None,
     physical_batch: Annotated[int | None, typer.Option(help="The most examples in memory at a time.")] = None,
-    seed: training.SeedOption = None,
-    secure: training.SecureOption = False,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    seed: SeedOption = None,
+    secure: SecureOption = None,
+    device: DeviceOption = None,
     cuda_graphs: Annotated[
         bool | None,
-        typer.Option(
-            "--cuda-graphs/--no-cuda-graphs",
-            help="Record each pass on the GPU once and replay it. Built-in networks do, unless told not to.",
-        ),
+        typer.Option(help="Record each pass on the GPU once and replay it. Built-in networks do, unless told not to."),
     ] = None,
-    options: training.MethodOptions = None,
+    options: SetOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with the same names.")] = None,
-    out: training.OutOption = None,
-    resume: training.ResumeOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model with differential privacy, and keep its recipe, metrics, ledger, weights and statement."""
-    settings = {
-        "data": data,
-        "channels": channels,
-        "model": model,
-        "method": method,
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "delta": delta,
-        "lot": lot,
-        "epochs": epochs,
-        "lr": lr,
-        "momentum": momentum,
-        "optimizer": optimizer,
-        "clip": clip,
-        "clipping": clipping,
-        "guidance": guidance,
-        "mechanism": mechanism,
-        "accountant": accountant,
-        "dataset_size": dataset_size,
-        "physical_batch": physical_batch,
-        "seed": seed,
-        "secure": secure,
-        "device": device,
-        "cuda_graphs": cuda_graphs,
-        "options": options,
-    }
+    settings = {name: context.params[name] for name in _SETTINGS}
     given = training.given_recipe(settings)
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
     training.require_data(data, recipe, resume)
-    result, statement = _run(given, recipe, out, resume, trust)
+    directory, result = _run(given, recipe, out, resume, trust)
     if as_json:
         training.print_json(result, _KEYS)
     else:
-        _show(result, statement)
+        _show(directory.recipe, result, directory.read("statement.txt").decode())
 
 
 def _run(
     given: dict[str, Any], recipe: Path | None, out: Path | None, resume: Path | None, trust: bool
-) -> tuple[dict[str, Any], str]:
-    """Train under a progress display on stderr; return result and statement."""
-    with training.progress_bar() as bar:
-        task = bar.add_task("Preparing", total=None, figures="")
+) -> tuple[experiments.RunDirectory, dict[str, Any]]:
+    """Train under a progress display on stderr; return the run's directory and result."""
+    with ProgressDisplay("Preparing") as display:
         from dphero import experiments  # torch takes seconds: something should be seen before it
         from dphero.methods import recipe as recipes
 
@@ -120,34 +119,33 @@ def _run(
             directory = experiments.RunDirectory.create(place, chosen)
 
         def report(progress: experiments.Progress) -> None:
-            bar.update(
-                task,
-                description="Training" if progress.prepared is None else f"Preparing {progress.prepared:.0%}",
-                completed=progress.step,
-                total=progress.steps,
-                figures=_figures(progress),
-            )
+            what = "Training" if progress.prepared is None else f"Preparing {progress.prepared:.0%}"
+            display.update(what, progress.step, progress.steps, _figures(progress))
 
-        with training.leaving_nothing_halfway(directory, "train", bar, new=new):
-            result = experiments.train(directory, report=report)
-            return result, directory.read("statement.txt").decode()
+        with training.leaving_nothing_halfway(directory, "train", display, new=new):
+            return directory, experiments.train(directory, report=report)
 
 
-def _figures(progress: experiments.Progress) -> str:
+def _figures(progress: experiments.Progress) -> list[str]:
     parts = {
         "accuracy": None if progress.accuracy is None else f"{progress.accuracy:.2%}",
-        "loss": None if progress.loss is None else f"{progress.loss:.3f}",
         "ε": None if progress.epsilon is None else f"{progress.epsilon:.3f}",
+        "loss": None if progress.loss is None else f"{progress.loss:.3f}",
         "clipped": None if progress.clipped is None else f"{progress.clipped:.0%}",
         "signal/noise": None if progress.signal_to_noise is None else f"{progress.signal_to_noise:.2f}",
     }
-    return "  ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+    return [f"{name} {value}" for name, value in parts.items() if value is not None]
 
 
-def _show(result: dict[str, Any], statement: str) -> None:
-    """Print the outcome for people."""
+def _show(recipe: Recipe, result: dict[str, Any], statement: str) -> None:
+    """Print the outcome for people: what it reached, what it cost, and with which settings."""
+    unsound = "" if result.get("sound", True) else ", UNSOUND AS PUBLISHED"
+    sigma = result.get("noise_multiplier")
     rows = {
-        "method": result["method"],
+        "privacy": in_words(result["epsilon"], result["delta"], is_bound=result["is_bound"]) + unsound,
+        "method": f"{result['method']}" + ("" if sigma is None else f", noise multiplier {sigma:.4g}"),
+        "model": f"{recipe.model} on {recipe.data}",
+        "settings": _settings(recipe),
         "steps": f"{result['steps']:,} in {result['seconds']:.0f} s",
         "kept in": result["run"],
     }
@@ -158,3 +156,10 @@ def _show(result: dict[str, Any], statement: str) -> None:
         "\nLosses and accuracies were computed without noise: they are for the owner of the data. checkpoint.pt holds "
         "the key of the noise: keep it as secret as the data, or delete it."
     )
+
+
+def _settings(recipe: Recipe) -> str:
+    """The settings that decide most, in the words of the options."""
+    optimizer = f"momentum {recipe.momentum:g}" if recipe.optimizer == "sgd" else recipe.optimizer
+    clip = "" if recipe.method == "sgd" else f", clip {recipe.clip:g}"
+    return f"lot {recipe.lot:,}, {recipe.epochs:g} epochs, lr {recipe.lr:g}, {optimizer}{clip}"
