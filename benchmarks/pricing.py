@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dphero.accounting import Ledger, PoissonGaussian, accountants, price
+from dphero.accounting import Ledger, PoissonGaussian, price, privacy_loss
 from dphero.accounting.numerics import many
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,11 +46,11 @@ def timed(work: Callable[[], float]) -> tuple[float, float]:
 
 def one_by_one(ledger: Ledger) -> float:
     """Return the price by composing the releases one after another, as for few of them."""
-    usual, accountants._FEW = accountants._FEW, 10**9
+    usual, privacy_loss._FEW = privacy_loss._FEW, 10**9
     try:
         return price(ledger, DELTA).epsilon
     finally:
-        accountants._FEW = usual
+        privacy_loss._FEW = usual
 
 
 def main() -> None:

@@ -357,7 +357,7 @@ def _priced_at(factor: float) -> Iterator[None]:
     before = accountants.ACCOUNTANTS
 
     def wrong(answer: Any) -> Any:
-        return lambda charges, delta, coarse, order: answer(charges, min(factor * delta, 0.5), coarse, order)
+        return lambda query: answer(replace(query, delta=min(factor * query.delta, 0.5)))
 
     accountants.ACCOUNTANTS = {name: wrong(answer) for name, answer in before.items()}  # type: ignore[misc]
     try:

@@ -14,8 +14,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
 from dphero.accounting import BudgetExhausted, CalibrationError, Ledger, LineSearchStep, UnpriceableError, price
-from dphero.accounting.accountants import filter_divergence
 from dphero.accounting.events.line_search import poisson_pure_rdp
+from dphero.accounting.renyi import filter_divergence
 from dphero.methods import make
 from tests.methods.digits_task import accuracy, make_task, resumes_exactly, start
 

@@ -3,15 +3,7 @@
 Nothing here imports torch.
 """
 
-from dphero.accounting.accountants import (
-    ACCOUNTANTS,
-    DEFAULT_FILTER_ORDER,
-    MAX_STEPS,
-    Price,
-    UnpriceableError,
-    claimed_by_paper,
-    price,
-)
+from dphero.accounting.accountants import ACCOUNTANTS, claimed_by_paper, price
 from dphero.accounting.budget import Budget, BudgetExhausted
 from dphero.accounting.calibration import (
     CalibrationError,
@@ -26,6 +18,8 @@ from dphero.accounting.events.labels import RandomisedLabels
 from dphero.accounting.events.line_search import LineSearchStep
 from dphero.accounting.events.student_t import PoissonStudentT
 from dphero.accounting.ledger import LEDGER_VERSION, Ledger
+from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Price, UnpriceableError
+from dphero.accounting.privacy_loss import MAX_STEPS
 from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
 
 __all__ = [

@@ -8,19 +8,14 @@ from contextlib import suppress
 from functools import partial
 
 from dphero import _checks as checks
-from dphero.accounting.accountants import (
-    ACCOUNTANTS,
-    MAX_STEPS,
-    Price,
-    UnpriceableError,
-    filter_divergence,
-    filter_price,
-    price,
-)
+from dphero.accounting.accountants import ACCOUNTANTS, price
 from dphero.accounting.calibration import stages
 from dphero.accounting.events.base import Event
 from dphero.accounting.ledger import Ledger
 from dphero.accounting.numerics.search import largest_count
+from dphero.accounting.prices import Price, UnpriceableError
+from dphero.accounting.privacy_loss import MAX_STEPS
+from dphero.accounting.renyi import filter_divergence, filter_price
 
 _RECENT_RUNS = 8
 _Cost = Callable[[int], float]

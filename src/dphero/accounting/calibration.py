@@ -12,11 +12,12 @@ from functools import partial
 from typing import TypeVar
 
 from dphero import _checks as checks
-from dphero.accounting.accountants import MAX_STEPS, price
+from dphero.accounting.accountants import price
 from dphero.accounting.events.gaussian import PoissonGaussian
 from dphero.accounting.ledger import Ledger
 from dphero.accounting.numerics.curves import gaussian_mu
 from dphero.accounting.numerics.search import largest_count, safe_value
+from dphero.accounting.privacy_loss import MAX_STEPS
 
 LEAST_NOISE, MOST_NOISE = 0.01, 1e6
 LEAST_RATE = 1e-9

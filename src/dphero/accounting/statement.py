@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dphero.accounting.accountants import DEFAULT_FILTER_ORDER, Price, price
+from dphero.accounting.accountants import price
 from dphero.accounting.events.base import Event, Relation
 from dphero.accounting.ledger import Ledger
+from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Price
 
 UNSOUND_AS_PUBLISHED = "unsound as published"
 """A note with these words (in any case) labels the whole statement with them."""

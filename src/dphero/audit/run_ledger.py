@@ -8,8 +8,8 @@ from typing import Any
 
 from dphero._files import DamagedFile
 from dphero.accounting import IndividualFilter, RandomisedLabels, ShuffledFilter, price
-from dphero.accounting.accountants import DEFAULT_FILTER_ORDER
 from dphero.accounting.events.filters import WHOLE_ORDERS
+from dphero.accounting.prices import DEFAULT_FILTER_ORDER
 from dphero.audit.laws.independent_price import independent_epsilon, price_check
 from dphero.experiments import RunDirectory
 

@@ -19,6 +19,9 @@ Relation = Literal["add_or_remove", "zero_out", "replace_one", "replace_label"]
 """When data sets are neighbours: one has an example more, an example turned to zero, another example, or the same
 examples with another label on one of them."""
 
+POISSON = "Each example enters each lot independently with the sample rate as probability (Poisson sampling)."
+"""How examples come into a Poisson lot, for the privacy statement."""
+
 EVENT_KINDS: dict[str, type[Event]] = {}
 """Every kind of event by its name in a saved ledger; filled as the classes are defined."""
 
@@ -58,8 +61,8 @@ class Event:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether only a random part of the data took part, so that amplification by sampling applies."""
-        return False
+        """Whether only a random part of the data took part: the event has a ``sample_rate`` below 1."""
+        return bool(getattr(self, "sample_rate", 1.0) < 1)
 
     def mu_squared(self) -> float | None:
         """``mu^2`` if the release is exactly mu-Gaussian private; these compose by adding ``mu^2``."""
@@ -75,8 +78,12 @@ class Event:
         return None if mu_squared is None else mu_squared / 2
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """Upper bounds on the Rényi divergence at each order, the larger of the two directions."""
-        return None
+        """Upper bounds on the Rényi divergence at each order, the larger of the two directions.
+
+        By default ``order * rho``, where zCDP's ``rho`` is known.
+        """
+        rho = self.zcdp()
+        return None if rho is None else np.asarray(orders, dtype=np.float64) * rho
 
     def pld(self, interval: float) -> PrivacyLossDistribution | None:
         """The privacy-loss distribution of one release, rounded pessimistically to a grid."""

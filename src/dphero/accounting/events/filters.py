@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.accountants import filter_price
 from dphero.accounting.events.base import Event, Relation
 from dphero.accounting.numerics.curves import RDP_ORDERS
+from dphero.accounting.renyi import filter_price
 
 WHOLE_ORDERS: tuple[int, ...] = tuple(int(order) for order in RDP_ORDERS if order.is_integer() and 2 <= order <= 256)
 """Orders at which sampled divergences are exact sums, and which the accountant ``rdp`` asks for."""
@@ -84,10 +84,6 @@ class ShuffledFilter(Event, kind="shuffled_filter"):
     def zcdp(self) -> float | None:
         """``rho``."""
         return self.rho
-
-    def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """``order * rho``."""
-        return np.asarray(orders, dtype=np.float64) * self.rho
 
 
 def filter_size(epsilon: float, delta: float, order: float) -> float:

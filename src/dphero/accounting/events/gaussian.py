@@ -1,4 +1,4 @@
-"""The kinds of release that are built in: Gaussian noise, by how examples come into it."""
+"""Gaussian noise on whole data sets, Poisson lots and shuffled epochs; and no noise at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.events.base import Event, Relation
+from dphero.accounting.events.base import POISSON, Event, Relation
 from dphero.accounting.numerics.curves import poisson_gaussian_pld, poisson_gaussian_rdp
 
 
@@ -29,17 +29,12 @@ class NoNoise(Event, kind="no_noise"):
         """Infinite."""
         return math.inf
 
-    def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """Infinite at every order."""
-        return np.full(len(orders), math.inf)
-
 
 @dataclass(frozen=True)
 class Gaussian(Event, kind="gaussian"):
     """A Gaussian release over the whole data set: no sampling, no amplification.
 
-    Guarantee: exactly ``1/sigma``-Gaussian privacy under add-or-remove, for a sum whose terms have norm at
-        most the
+    Guarantee: exactly ``1/sigma``-Gaussian privacy under add-or-remove, for a sum whose terms have norm at most the
     clip bound and noise of standard deviation ``sigma`` times the clip bound.
     """
 
@@ -54,10 +49,6 @@ class Gaussian(Event, kind="gaussian"):
     def mu_squared(self) -> float | None:
         """``1 / sigma^2``."""
         return self.noise_multiplier**-2
-
-    def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """``order / (2 sigma^2)``."""
-        return np.asarray(orders, dtype=np.float64) / (2 * self.noise_multiplier**2)
 
     def to_dp_event(self) -> DpEvent | None:
         """A ``GaussianDpEvent``."""
@@ -76,20 +67,13 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
     noise_multiplier: float
 
     title: ClassVar[str] = "Gaussian noise on Poisson lots"
-    sampling: ClassVar[str] = (
-        "Each example enters each lot independently with the sample rate as probability (Poisson sampling)."
-    )
+    sampling: ClassVar[str] = POISSON
 
     def __post_init__(self) -> None:
         self._set(
             sample_rate=checks.sample_rate(self.sample_rate),
             noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
         )
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the sample rate is below 1."""
-        return self.sample_rate < 1
 
     def mu_squared(self) -> float | None:
         """``1 / sigma^2`` when nothing is sampled; a sampled release is not exactly Gaussian private."""
@@ -129,11 +113,10 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
 class ShuffledGaussian(Event, kind="shuffled_gaussian"):
     """One Gaussian step of an epoch in which a permutation splits the data into disjoint batches.
 
-    Guarantee: an example is in one batch of the epoch, so an epoch costs what its least noisy step costs,
-        without
-    amplification; epochs add. The relation is ``zero_out`` (one example's contribution becomes zero, the
-    split and the number of examples stay), dp_accounting's ``REPLACE_SPECIAL``. Every new permutation needs a
-    new ``epoch`` number.
+    Guarantee: an example is in one batch of the epoch, so an epoch costs what its least noisy step costs, without
+    amplification; epochs add. The relation is ``zero_out`` (one example's contribution becomes zero, the split and
+    the number of examples stay), dp_accounting's ``REPLACE_SPECIAL``. Every new permutation needs a new ``epoch``
+    number.
     """
 
     noise_multiplier: float
@@ -173,10 +156,6 @@ class ShuffledGaussian(Event, kind="shuffled_gaussian"):
         """``1 / sigma^2``."""
         return self.noise_multiplier**-2
 
-    def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """``order / (2 sigma^2)``."""
-        return np.asarray(orders, dtype=np.float64) / (2 * self.noise_multiplier**2)
-
     def to_dp_event(self) -> DpEvent | None:
         """A ``GaussianDpEvent``."""
         return GaussianDpEvent(self.noise_multiplier)
@@ -186,16 +165,15 @@ class ShuffledGaussian(Event, kind="shuffled_gaussian"):
 class AdaptiveGaussian(Event, kind="adaptive_gaussian"):
     """A Poisson Gaussian step whose noise multiplier was itself chosen from earlier outputs.
 
-    Guarantee: given the earlier outputs, that of ``PoissonGaussian``. Composition over steps is fully
-        adaptive, so only
-    a Rényi filter at an order fixed in advance covers a run of them. Without noise the price is infinite.
+    Guarantee: given the earlier outputs, that of ``PoissonGaussian``. Composition over steps is fully adaptive, so
+    only a Rényi filter at an order fixed in advance covers a run of them. Without noise the price is infinite.
     """
 
     sample_rate: float
     noise_multiplier: float
 
     title: ClassVar[str] = "Gaussian noise on Poisson lots, its multiplier chosen from earlier outputs"
-    sampling: ClassVar[str] = PoissonGaussian.sampling
+    sampling: ClassVar[str] = POISSON
     adaptive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -203,11 +181,6 @@ class AdaptiveGaussian(Event, kind="adaptive_gaussian"):
             sample_rate=checks.sample_rate(self.sample_rate),
             noise_multiplier=checks.noise_multiplier(self.noise_multiplier, zero_allowed=True),
         )
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the sample rate is below 1."""
-        return self.sample_rate < 1
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The divergences of the Poisson-sampled Gaussian; infinite without noise."""

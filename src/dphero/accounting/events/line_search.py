@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dphero import _checks as checks
-from dphero.accounting.events.base import Event
+from dphero.accounting.events.base import POISSON, Event
 from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 
 
@@ -28,10 +28,7 @@ class LineSearchStep(Event, kind="line_search_step"):
     search_epsilon: float
 
     title: ClassVar[str] = "Gaussian noise on Poisson lots, and step sizes found by the sparse vector technique"
-    sampling: ClassVar[str] = (
-        "Each example enters each lot independently with the sample rate as probability (Poisson sampling); gradient "
-        "and search draw lots of their own."
-    )
+    sampling: ClassVar[str] = f"{POISSON} Gradient and search draw lots of their own."
     adaptive: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -43,11 +40,6 @@ class LineSearchStep(Event, kind="line_search_step"):
             noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
             search_epsilon=search,
         )
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the sample rate is below 1."""
-        return self.sample_rate < 1
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The sum of the sampled Gaussian's and the sampled search's divergences."""

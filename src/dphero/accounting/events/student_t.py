@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from dphero import _checks as checks
-from dphero.accounting.events.base import Event
+from dphero.accounting.events.base import POISSON, Event
 from dphero.accounting.numerics.sampled_rdp import poisson_divergence
 
 LARGEST_ORDER = 128
@@ -55,9 +55,7 @@ class PoissonStudentT(Event, kind="poisson_student_t"):
     levels: int
 
     title: ClassVar[str] = "Student-t noise on quantised gradients of Poisson lots"
-    sampling: ClassVar[str] = (
-        "Each example enters each lot independently with the sample rate as probability (Poisson sampling)."
-    )
+    sampling: ClassVar[str] = POISSON
 
     def __post_init__(self) -> None:
         spacing = checks.finite("spacing", self.spacing, "give the distance of code values over the clip norm")
@@ -70,11 +68,6 @@ class PoissonStudentT(Event, kind="poisson_student_t"):
             spacing=spacing,
             levels=checks.whole("levels", self.levels, least=1),
         )
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the sample rate is below 1."""
-        return self.sample_rate < 1
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The divergences; at a fractional order that of the next whole one, above 128 infinite."""

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dphero.accounting import CalibrationError, IndividualFilter
-from dphero.accounting.accountants import filter_price
 from dphero.accounting.events.filters import WHOLE_ORDERS, filter_size
 from dphero.accounting.numerics.sampled_rdp import gaussian_log_moments, poisson_divergence
+from dphero.accounting.renyi import filter_price
 from dphero.gradients.batch import GradientBatch
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson

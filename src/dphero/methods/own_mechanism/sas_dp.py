@@ -32,11 +32,11 @@ from torch import Tensor
 
 from dphero._checks import positive, whole
 from dphero.accounting import Budget, CalibrationError, LineSearchStep, Price, Statement
-from dphero.accounting.accountants import filter_price
 from dphero.accounting.events.filters import filter_size
 from dphero.accounting.events.line_search import poisson_pure_rdp
 from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.accounting.numerics.search import safe_value
+from dphero.accounting.renyi import filter_price
 from dphero.mechanism.clipping import Flat
 from dphero.methods.base import Card, Method, Step, Task, Trainer, register
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson

@@ -1,0 +1,88 @@
+"""A price: what a ledger costs, the question that accountants are asked, and when they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dphero.accounting.events.base import Event, Relation
+
+DEFAULT_FILTER_ORDER = 8.0
+"""The Rényi filter's order unless another is fixed in advance; near the best for epsilon 3 at delta 1e-5."""
+
+
+class UnpriceableError(ValueError):
+    """An accountant was asked for the price of an event that it cannot price."""
+
+    def __init__(self, event: Event, accountant: str, reason: str) -> None:
+        super().__init__(f"accountant {accountant!r} cannot price {event}: {reason}")
+        self.event, self.accountant = event, accountant
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a ledger costs.
+
+    Attributes:
+        epsilon: The privacy loss at ``delta``; infinite when nothing is guaranteed.
+        delta: The probability left out of account.
+        accountant: The accountant that answered.
+        relation: The neighbouring relation that the price is about.
+        is_bound: Whether (epsilon, delta) is a proven upper bound; ``False`` for approximations and claims.
+        warning: What a reader must know before using the number, if anything.
+    """
+
+    epsilon: float
+    delta: float
+    accountant: str
+    relation: Relation
+    is_bound: bool
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """What an accountant is asked.
+
+    Attributes:
+        charges: The events to pay for, and how many of each.
+        delta: The probability left out of account.
+        coarse: Whether a coarser, quicker bound will do.
+        filter_order: The Rényi order that was fixed before the run.
+    """
+
+    charges: Mapping[Event, int]
+    delta: float
+    coarse: bool = False
+    filter_order: float = DEFAULT_FILTER_ORDER
+
+    def refuse_adaptive(self, accountant: str) -> None:
+        """Raise ``UnpriceableError`` if a noise multiplier was chosen from earlier outputs."""
+        for event in self.charges:
+            if event.adaptive:
+                reason = (
+                    "its noise multiplier was chosen from earlier outputs, and only a Rényi filter at an order "
+                    "fixed in advance covers that; use accountant 'filter'"
+                )
+                raise UnpriceableError(event, accountant, reason)
+
+    def total(self, accountant: str, curve: Callable[[Event], float | None], missing: str) -> float:
+        """Add one number per release over the ledger, for accountants under which releases add up."""
+        self.refuse_adaptive(accountant)
+        total = 0.0
+        for event, count in self.charges.items():
+            value = curve(event)
+            if value is None:
+                raise UnpriceableError(event, accountant, missing)
+            total += count * value
+        return total
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an accountant answers: see :class:`Price`; ``accountant`` is set where another one had to answer."""
+
+    epsilon: float
+    is_bound: bool = True
+    warning: str | None = None
+    accountant: str | None = None
