@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dphero.accounting import Ledger
 from dphero.audit import GradientCanaries, InputCanaries, Roc, Settings, audit_method, audit_one_run, lira, loss_attack
 from dphero.audit.bounds.claims import claim_of_ledger
-from dphero.audit.trainings.one_run import _Ported, room
+from dphero.audit.trainings.gradient_canaries import _Ported, room
 from dphero.audit.trainings.training import Absent, MethodTraining, Trained, confidence
 from dphero.methods.recipe import Recipe
 from tests.audit.faults import FAULTS

@@ -21,7 +21,7 @@ from dphero.accounting import (
 )
 from dphero.accounting.numerics.curves import gaussian_delta
 from dphero.methods import make
-from dphero.methods.own_mechanism.dp_mp import relative_noise
+from dphero.methods.own_mechanism.noise_schedules import relative_noise
 from tests.methods.digits_task import accuracy, make_task, resumes_exactly, start
 
 

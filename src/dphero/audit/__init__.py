@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dphero.audit.bounds.claims import Claim, claim_of_ledger, claim_of_prices
     from dphero.audit.bounds.two_sample import Audit, Release, audit
-    from dphero.audit.engine_release import EngineRelease, Settings
+    from dphero.audit.engine_release import EngineRelease
     from dphero.audit.laws.checks import Check
     from dphero.audit.mechanism import MechanismAudit, audit_mechanism
     from dphero.audit.published import audit_published
     from dphero.audit.report import Report
     from dphero.audit.runs import audit_recipe, audit_run
+    from dphero.audit.settings import Settings
+    from dphero.audit.trainings.gradient_canaries import GradientCanaries
+    from dphero.audit.trainings.input_canaries import InputCanaries
     from dphero.audit.trainings.many_runs import audit_method
     from dphero.audit.trainings.membership import Roc, lira, loss_attack
-    from dphero.audit.trainings.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run
+    from dphero.audit.trainings.one_run import OneRun, audit_one_run
 
 __all__ = [
     "Audit",
@@ -54,10 +57,13 @@ _HOMES = {
     "laws.checks": ("Check",),
     "bounds.claims": ("Claim", "claim_of_ledger", "claim_of_prices"),
     "trainings.many_runs": ("audit_method",),
-    "engine_release": ("EngineRelease", "Settings"),
+    "engine_release": ("EngineRelease",),
+    "settings": ("Settings",),
     "mechanism": ("MechanismAudit", "audit_mechanism"),
     "trainings.membership": ("Roc", "lira", "loss_attack"),
-    "trainings.one_run": ("GradientCanaries", "InputCanaries", "OneRun", "audit_one_run"),
+    "trainings.one_run": ("OneRun", "audit_one_run"),
+    "trainings.gradient_canaries": ("GradientCanaries",),
+    "trainings.input_canaries": ("InputCanaries",),
     "published": ("audit_published",),
     "report": ("Report",),
     "runs": ("audit_recipe", "audit_run"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,13 +19,14 @@ from torch.utils.data import TensorDataset
 
 from dphero.accounting import Ledger
 from dphero.audit.canary import Aim, Plant, Port, plant
+from dphero.audit.settings import Settings, small_model
 from dphero.engine import PrivacyEngine
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import Guidance, Released, resolve
 from dphero.mechanism.lot_sum import LotSum
-from dphero.mechanism.release import Mechanism, Mode
+from dphero.mechanism.release import Mechanism
 
-__all__ = ["EngineRelease", "Settings", "canary_gradient", "records", "small_model"]
+__all__ = ["EngineRelease", "canary_gradient", "records"]
 
 Neighbours = Literal["large", "small"]
 
@@ -43,36 +44,6 @@ _WARM_UP = 30
 """Releases of nothing but noise from which guidance by released gradients makes a shape."""
 _WARM_UP_SEED = 1 << 40
 """Of these: far from those of other engines in an audit, which must not have their noise."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of ``make_private`` that are audited.
-
-    Attributes:
-        mechanism: ``ellipsoid``, ``ball`` or ``published``.
-        guidance: What shapes the noise.
-        clipping: The clip rule.
-        noise_multiplier: σ.
-        max_grad_norm: C.
-        sampling: ``poisson`` or ``shuffle``.
-        secure: Whether the noise is cryptographic.
-    """
-
-    mechanism: Mode = "ellipsoid"
-    guidance: str | Guidance = "pca"
-    clipping: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
-    noise_multiplier: float = 1.0
-    max_grad_norm: float = 1.0
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    secure: bool = False
-
-
-def small_model() -> nn.Sequential:
-    """Return the network that is audited unless another is given; its weights are always the same."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 @dataclass(eq=False)
@@ -145,7 +116,6 @@ class _Side:
         model = copy.deepcopy(audited.model)
         self.plants, guidance = audited.prepared()
         self.port = Port(model, self.plants)
-        self.engine = PrivacyEngine()
         others = _NEIGHBOURS[audited.neighbours]
         rows = steps * 4 if self.shuffled else len(others)
         lot: dict[str, Any] = {"sample_rate": self.rate, "expected_batch_size": float(rows) * self.rate}
@@ -157,20 +127,12 @@ class _Side:
         if canary_in or self.shuffled:  # shuffled lots are about blanking a record out, not about leaving it away
             weights.append(float(canary_in))
         self.optimizer = torch.optim.SGD(self.port.parameters(), lr=0.0)
-        _, _, self.loader = self.engine.make_private(
-            module=self.port,
-            optimizer=self.optimizer,
-            data_loader=records(self.plants, weights),
-            noise_multiplier=settings.noise_multiplier,
-            max_grad_norm=settings.max_grad_norm,
-            mechanism=settings.mechanism,
+        self.engine, self.loader = settings.attach(
+            self.port,
+            self.optimizer,
+            records(self.plants, weights),
+            seed=2 * audited.seed + canary_in,
             guidance=copy.deepcopy(guidance),
-            clipping=settings.clipping,
-            sampling=settings.sampling,
-            secure=settings.secure,
-            seed=None if settings.secure else 2 * audited.seed + canary_in,
-            unsound=settings.mechanism == "published",
-            loss_reduction="sum",
             **lot,
         )
         self.first: Ledger | None = None
@@ -285,20 +247,15 @@ def _prepare(
     Where norms are plain, the canary must stay where the noise is weakest: guidance by released gradients is then given
     some releases of nothing but noise to look at, and frozen.
     """
-    engine, port = PrivacyEngine(), Port(copy.deepcopy(model), [])
-    guidance = resolve(copy.deepcopy(settings.guidance))
-    engine.make_private(
-        module=port,
-        optimizer=torch.optim.SGD(port.parameters(), lr=0.0),
-        data_loader=TensorDataset(torch.zeros(1, 1)),
-        noise_multiplier=settings.noise_multiplier,
-        max_grad_norm=settings.max_grad_norm,
-        mechanism=settings.mechanism,
+    port, guidance = Port(copy.deepcopy(model), []), resolve(copy.deepcopy(settings.guidance))
+    engine, _ = replace(settings, clipping="flat", sampling="poisson", secure=False).attach(
+        port,
+        torch.optim.SGD(port.parameters(), lr=0.0),
+        TensorDataset(torch.zeros(1, 1)),
+        seed=_WARM_UP_SEED,
         guidance=guidance,
         sample_rate=1.0,
         expected_batch_size=1.0,
-        seed=_WARM_UP_SEED,
-        unsound=settings.mechanism == "published",
     )
     mechanism, shaped = engine._attached.mechanism, settings.mechanism == "ellipsoid"
     if guidance.needs_gradients and not shaped:

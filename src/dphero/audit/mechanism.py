@@ -14,9 +14,10 @@ from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.bounds.claims import Claim, claim_of_ledger, claim_of_prices
 from dphero.audit.bounds.two_sample import Audit, audit
 from dphero.audit.canary import has_bias
-from dphero.audit.engine_release import EngineRelease, Settings, small_model
+from dphero.audit.engine_release import EngineRelease
 from dphero.audit.laws.checks import Check, judge
 from dphero.audit.laws.white_box import look_inside
+from dphero.audit.settings import Settings, small_model
 from dphero.audit.threads import one_thread
 
 __all__ = ["MechanismAudit", "audit_mechanism", "engine_claim", "releases_of"]
@@ -91,29 +92,19 @@ def audit_mechanism(
     settings = settings or Settings()
     model = small_model() if model is None else model
     sides = _sides(settings, model, seed)
-    inside = settings.mechanism != "published"
-    error = 1 - confidence
-    each = 1 - error * (1 - _INSIDE * inside) / len(sides)
-    made, looks = 0, _looks(settings, releases)
+    looks, error = _looks(settings, releases), 1 - confidence
+    each = 1 - error * (1 - _INSIDE * bool(looks)) / len(sides)
     found = MechanismAudit((), (), settings.noise_multiplier)
-    if inside:
-        checks = look_inside(
-            settings, model, releases=looks, delta=delta, seed=2 * (seed + _APART * len(sides)), report=report
-        )
-        found, made = replace(found, checks=judge(checks, error * _INSIDE)), looks
-    for name, release in sides:
+    if looks:
+        inside_seed = 2 * (seed + _APART * len(sides))
+        checks = look_inside(settings, model, releases=looks, delta=delta, seed=inside_seed, report=report)
+        found = replace(found, checks=judge(checks, error * _INSIDE))
+    for number, (name, release) in enumerate(sides):
         if until_refuted and found.refuted:
             break
-        one = audit_engine(
-            release,
-            name=name,
-            releases=releases,
-            delta=delta,
-            confidence=each,
-            seed=seed,
-            report=after(made, report),
-        )
-        found, made = replace(found, audits=(*found.audits, one)), made + 2 * releases
+        done = after(looks + 2 * releases * number, report)
+        one = audit_engine(release, name=name, releases=releases, delta=delta, confidence=each, seed=seed, report=done)
+        found = replace(found, audits=(*found.audits, one))
     return found
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.bounds.two_sample import Audit
-from dphero.audit.engine_release import EngineRelease, Settings
+from dphero.audit.engine_release import EngineRelease
 from dphero.audit.mechanism import after, audit_engine
+from dphero.audit.settings import Settings
 from dphero.audit.threads import one_thread
 from dphero.guidance import PCA
 from dphero.mechanism.release import Mode

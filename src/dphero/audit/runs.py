@@ -11,14 +11,16 @@ from torch import nn
 
 from dphero.audit.bounds.two_sample import Audit
 from dphero.audit.canary import unreached
-from dphero.audit.engine_release import Settings, small_model
 from dphero.audit.laws.checks import Check
-from dphero.audit.mechanism import audit_mechanism, releases_of
+from dphero.audit.mechanism import MechanismAudit, audit_mechanism, releases_of
 from dphero.audit.report import Report
 from dphero.audit.run_ledger import RunLedger, check_ledger
+from dphero.audit.settings import Settings, small_model
+from dphero.audit.trainings.gradient_canaries import GradientCanaries, room
+from dphero.audit.trainings.input_canaries import InputCanaries
 from dphero.audit.trainings.many_runs import audit_method
 from dphero.audit.trainings.membership import Roc, lira, loss_attack
-from dphero.audit.trainings.one_run import GradientCanaries, InputCanaries, OneRun, audit_one_run, room
+from dphero.audit.trainings.one_run import OneRun, audit_one_run
 from dphero.audit.trainings.training import MethodTraining, absence
 from dphero.data import Data
 from dphero.experiments import RunDirectory, prepare
@@ -135,31 +137,19 @@ def audit_recipe(
     trainer = make(recipe.method, recipe.options).start(task)
     try:
         settings, notes = _engine_of(trainer)
-        steps, delta = trainer.steps, recipe.delta
+        steps = trainer.steps
     finally:
         trainer.close()
-    model, more = _carrier(trainer)
+    model, more = _carrier(trainer, by_releases=settings is not None)
     notes += more
-    if settings is not None and (missed := unreached(model)):
-        notes.append(f"no canary enters {_listed(missed)}: a leak that is there alone is not seen by single releases")
     audits: list[Audit] = []
     checks: list[Check] = []
     each = 1 - (1 - confidence) / (1 + 2 * (settings is not None) + (not quick))
     if settings is not None:
-        seen = replace(settings, noise_multiplier=min(settings.noise_multiplier, _MOST_NOISE))
-        made = releases_of(seen, model, releases)
-        inside = audit_mechanism(
-            seen, model=model, releases=releases, delta=delta, confidence=each, seed=seed,
-            report=lambda done: tell("Releasing", done, made),
-        )  # fmt: skip
+        inside = _mechanism(settings, model, releases, recipe.delta, each, seed, tell)
         audits += inside.audits
         checks += inside.checks
-    few = max(releases // 10, 40)
-    small = audit_method(
-        recipe.method, options=recipe.options, releases=few, delta=delta, confidence=each, seed=seed,
-        epsilon=recipe.epsilon or 1.0, report=lambda done: tell("Small trainings", done, 2 * few),
-    )  # fmt: skip
-    audits.append(replace(small, name="small trainings"))
+    audits.append(_small_trainings(recipe, releases, each, seed, tell))
     one_runs: list[OneRun] = []
     attacks: list[Roc] = []
     if settings is not None:
@@ -174,9 +164,30 @@ def audit_recipe(
         # Blank records among the data make longer epochs: then the steps may be others than the run's.
         one_runs.append(one_run if absence(recipe.method) == "blank" else _held_to(printed, one_run, steps))
         attacks.append(attack)
-    return Report(
-        f"method {recipe.method} on {recipe.data}", audits, one_runs, attacks, notes, confidence, checks=checks
-    )
+    title = f"method {recipe.method} on {recipe.data}"
+    return Report(title, audits, one_runs, attacks, notes, confidence, checks=checks)
+
+
+def _mechanism(
+    settings: Settings, model: nn.Module, releases: int, delta: float, confidence: float, seed: int, tell: Tell
+) -> MechanismAudit:
+    """Audit the mechanism, with no more noise than lets faults be seen."""
+    seen = replace(settings, noise_multiplier=min(settings.noise_multiplier, _MOST_NOISE))
+    made = releases_of(seen, model, releases)
+    return audit_mechanism(
+        seen, model=model, releases=releases, delta=delta, confidence=confidence, seed=seed,
+        report=lambda done: tell("Releasing", done, made),
+    )  # fmt: skip
+
+
+def _small_trainings(recipe: Recipe, releases: int, confidence: float, seed: int, tell: Tell) -> Audit:
+    """Train a tiny model many times with the recipe's method, with a canary and without."""
+    few = max(releases // 10, 40)
+    small = audit_method(
+        recipe.method, options=recipe.options, releases=few, delta=recipe.delta, confidence=confidence, seed=seed,
+        epsilon=recipe.epsilon or 1.0, report=lambda done: tell("Small trainings", done, 2 * few),
+    )  # fmt: skip
+    return replace(small, name="small trainings")
 
 
 def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:
@@ -199,13 +210,19 @@ def _engine_of(trainer: Trainer) -> tuple[Settings | None, list[str]]:
     return settings, [note]
 
 
-def _carrier(trainer: Trainer) -> tuple[nn.Module, list[str]]:
-    """Return the model whose layers carry the canary: the trainer's own, unless it is large."""
-    model = copy.deepcopy(trainer.module).cpu() if isinstance(trainer, PrivateTrainer) else small_model()
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if size <= _LARGE:
-        return model, []
-    return small_model(), [f"the model has {size:,} parameters: its mechanism was audited on a small network instead"]
+def _carrier(trainer: Trainer, *, by_releases: bool) -> tuple[nn.Module, list[str]]:
+    """Return the model whose layers carry the canary (the trainer's own, unless it is large), and remarks on that."""
+    model: nn.Module = small_model()
+    notes: list[str] = []
+    if isinstance(trainer, PrivateTrainer):
+        size = sum(parameter.numel() for parameter in trainer.module.parameters())
+        if size <= _LARGE:
+            model = copy.deepcopy(trainer.module).cpu()
+        else:
+            notes = [f"the model has {size:,} parameters: its mechanism was audited on a small network instead"]
+    if by_releases and (missed := unreached(model)):
+        notes.append(f"no canary enters {_listed(missed)}: a leak that is there alone is not seen by single releases")
+    return model, notes
 
 
 def _listed(names: list[str]) -> str:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from dphero.methods.base import METHODS, Card, Method, Step, Task, Trainer, extra_of, make, register
+from dphero.methods.card import Card
+from dphero.methods.method import METHODS, Method, make, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer, extra_of
 
 __all__ = ["METHODS", "Card", "Method", "Step", "Task", "Trainer", "extra_of", "make", "register"]
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.audit.canary import Plant, Port, plant
-from dphero.audit.engine_release import Settings, canary_gradient, records
+from dphero.audit.engine_release import canary_gradient, records
 from dphero.audit.laws.checks import Check
 from dphero.audit.laws.independent_price import price_check
 from dphero.audit.laws.lots_law import poisson_checks, shuffle_checks
 from dphero.audit.laws.noise_law import NoiseRecord, grid_check, last_bits_check, noise_checks
-from dphero.engine import PrivacyEngine
+from dphero.audit.settings import Settings
 from dphero.geometry.geometry import Geometry
 from dphero.mechanism.release import Mechanism
 
@@ -105,28 +105,18 @@ class _Watched:
         self.settings = settings
         self.plants = self._plants(model)
         self.port = Port(copy.deepcopy(model), self.plants)
-        self.engine = PrivacyEngine()
         planted = records(self.plants, [1.0] * _RECORDS)
         numbers = torch.arange(_RECORDS)
         shuffled = settings.sampling == "shuffle"
         self.expected = _RATE * _RECORDS
         lot: dict[str, Any] = {} if shuffled else {"sample_rate": _RATE}
         self.optimizer = torch.optim.SGD(self.port.parameters(), lr=0.0)
-        _, _, self.loader = self.engine.make_private(
-            module=self.port,
-            optimizer=self.optimizer,
-            data_loader=TensorDataset(*planted.tensors, numbers),
+        self.engine, self.loader = settings.attach(
+            self.port,
+            self.optimizer,
+            TensorDataset(*planted.tensors, numbers),
+            seed=seed,
             expected_batch_size=int(self.expected) if shuffled else self.expected,
-            noise_multiplier=settings.noise_multiplier,
-            max_grad_norm=settings.max_grad_norm,
-            mechanism=settings.mechanism,
-            guidance=copy.deepcopy(settings.guidance),
-            clipping=settings.clipping,
-            sampling=settings.sampling,
-            secure=settings.secure,
-            seed=None if settings.secure else seed,
-            unsound=settings.mechanism == "published",
-            loss_reduction="sum",
             **lot,
         )
         self.parameters = dict(self.port.named_parameters())

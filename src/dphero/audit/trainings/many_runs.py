@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -106,19 +106,7 @@ def audit_method(
     if name not in METHODS:
         raise ValueError(f"method {name!r} is unknown; there are {', '.join(sorted(METHODS))}")
     absent = absence(name)
-    settings: dict[str, Any] = {
-        "data": "digits",
-        "model": "mlp",
-        "method": name,
-        "lot": RECORDS,
-        "epochs": float(STEPS),
-        "lr": 0.05,
-        "clip": 0.5,
-        "delta": delta,
-        "dataset_size": "public" if absent == "blank" else RECORDS,
-        "device": "cpu",
-        "options": dict(options or {}),
-    }
+    settings = _settings(name, options, delta, "public" if absent == "blank" else RECORDS)
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(RECORDS, *_SHAPE, generator=generator)
     labels = torch.randint(_CLASSES, (RECORDS,), generator=generator)
@@ -128,15 +116,32 @@ def audit_method(
         images, labels = images[:-1], labels[:-1]
     with torch.no_grad():
         first = train.model(canary)[0]
-    release = TrainingRelease(
-        train, images, labels, canary, (int(first.argmin()), int(first.argmax())),
-        absent,
-    )  # fmt: skip
+    classes = (int(first.argmin()), int(first.argmax()))
+    release = TrainingRelease(train, images, labels, canary, classes, absent)
     found = audit(
         release, lambda: release.claim(delta), name=name, releases=releases, confidence=confidence,
         seed=_FIRST_SEED + seed * 1_000_003, report=report,
     )  # fmt: skip
     return replace(found, noise_multiplier=train.recipe.noise_multiplier)
+
+
+def _settings(
+    name: str, options: Mapping[str, Any] | None, delta: float, dataset_size: int | Literal["public"]
+) -> dict[str, Any]:
+    """Return the recipe of a small training, but for its noise."""
+    return {
+        "data": "digits",
+        "model": "mlp",
+        "method": name,
+        "lot": RECORDS,
+        "epochs": float(STEPS),
+        "lr": 0.05,
+        "clip": 0.5,
+        "delta": delta,
+        "dataset_size": dataset_size,
+        "device": "cpu",
+        "options": dict(options or {}),
+    }
 
 
 def _train(

@@ -17,7 +17,10 @@ from dphero._checks import one_of, positive, whole
 from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
 from dphero.checks.modules import require_private_modules
 from dphero.engine import PrivacyEngine
-from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import SEEDED, Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.methods.trainers.head import head_of, headless, with_head

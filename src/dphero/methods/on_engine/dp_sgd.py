@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dphero.methods.base import Card, Method, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
 __all__ = ["DPSGD"]

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from dphero._checks import one_of, positive
 from dphero.accounting import Gaussian, Ledger
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel

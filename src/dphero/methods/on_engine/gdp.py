@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dphero.accounting import Price
-from dphero.methods.base import Card, Method, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
 __all__ = ["GDP"]

@@ -10,7 +10,10 @@ from typing import ClassVar
 
 from dphero._checks import positive, whole
 from dphero.guidance import History
-from dphero.methods.base import Card, Method, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
 __all__ = ["AdaCliP", "GeoClip", "QuantileClip"]

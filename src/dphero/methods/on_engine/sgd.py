@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from dphero.accounting import NoNoise
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 

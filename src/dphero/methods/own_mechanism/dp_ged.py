@@ -33,7 +33,10 @@ from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
 from dphero.accounting.numerics.search import safe_value
 from dphero.gradients.batch import GradientBatch
 from dphero.mechanism.clipping import Flat, total
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
 __all__ = ["DPGED"]

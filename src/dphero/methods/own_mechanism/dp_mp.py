@@ -7,16 +7,7 @@ the same run on Poisson lots, which is why its published ε = 6.78 must not be r
 
 Neighbours: one example's contribution becomes zero. The number of records is public, else batches would shift.
 
-Schedules (e counts epochs from 0; numbers as in the published code):
-
-===============  ========================================  ==============================
-``constant``     σ₀
-``time``         σ₀ / (1 + k e)                            k = 0.0281
-``exponential``  σ₀ exp(−k e)                              k = 0.0138
-``step``         σ₀ k^⌊e / period⌋                         k = 0.7008, period 10
-``polynomial``   (σ₀ − σ_end)(1 − e/E)^k + σ_end           k = 3.53, σ_end = σ₀ / 5
-``validation``   σ ← k σ when accuracy has stopped rising  k = 0.9
-===============  ========================================  ==============================
+Schedules of the noise: :mod:`dphero.methods.own_mechanism.noise_schedules`.
 
 ``validation`` needs accuracies on examples that are not trained on, drawn at random, once: data may be sorted by class.
 They are private too, so the count of right answers gets noise. The held-out examples are one more disjoint batch of
@@ -27,9 +18,9 @@ outputs, and what holds is a budget ρ fixed in advance: training ends before an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import torch
@@ -38,7 +29,6 @@ from torch import Tensor
 from dphero._checks import one_of, positive, whole
 from dphero.accounting import (
     BudgetExhausted,
-    CalibrationError,
     Event,
     Ledger,
     Price,
@@ -46,48 +36,20 @@ from dphero.accounting import (
     ShuffledGaussian,
     price,
 )
-from dphero.accounting.numerics.search import safe_value
 from dphero.mechanism.clipping import PerLayer
 from dphero.mechanism.parameters import describe
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.own_mechanism.noise_schedules import DECAYS, Schedule, relative_noise, within
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, lot_key
 from dphero.sampling import ShuffleSampler
 
 __all__ = ["DPMP"]
 
-Schedule = Literal["constant", "time", "exponential", "step", "polynomial", "validation"]
-
-_DECAYS: Mapping[str, float] = {
-    "constant": 1.0,
-    "time": 0.0281,
-    "exponential": 0.0138,
-    "step": 0.7008,
-    "polynomial": 3.53,
-    "validation": 0.9,
-}
-_END = 0.2  # σ_end / σ₀ of the polynomial
 _RISE = 0.01  # accuracy that has risen less has stopped rising
-
-
-def relative_noise(schedule: str, decay: float, period: int, epochs: int) -> list[float]:
-    """Return σ_e / σ₀ for every epoch of a schedule that is known in advance."""
-    rules: dict[str, Callable[[int], float]] = {
-        "constant": lambda e: 1.0,
-        "time": lambda e: 1 / (1 + decay * e),
-        "exponential": lambda e: math.exp(-decay * e),
-        "step": lambda e: decay ** (e // period),
-        "polynomial": lambda e: (1 - _END) * (1 - e / epochs) ** decay + _END,
-    }
-    return [rules[schedule](e) for e in range(epochs)]
-
-
-def within(epsilon: float, cost: Callable[[float], float], *, safest: float, riskiest: float, what: str) -> float:
-    """Return the value that uses (nearly) all of ε, or say that there is none."""
-    found = safe_value([cost], epsilon, 1.0, safest=safest, riskiest=riskiest, tolerance=5e-4)
-    if found is None:
-        raise CalibrationError(f"epsilon {epsilon:g} is out of reach: even {what} {safest:g} costs {cost(safest):.4g}")
-    return found
 
 
 class _ShuffledTrainer(NoisyTrainer):
@@ -345,7 +307,7 @@ class DPMP(Method):
     @property
     def rate(self) -> float:
         """The decay that holds."""
-        return _DECAYS[self.schedule] if self.decay is None else self.decay
+        return DECAYS[self.schedule] if self.decay is None else self.decay
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""

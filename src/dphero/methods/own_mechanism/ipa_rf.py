@@ -31,7 +31,10 @@ from dphero.accounting.events.filters import WHOLE_ORDERS, filter_size
 from dphero.accounting.numerics.sampled_rdp import gaussian_log_moments, poisson_divergence
 from dphero.accounting.renyi import filter_price
 from dphero.gradients.batch import GradientBatch
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
 __all__ = ["IPARF"]

@@ -23,7 +23,10 @@ from torch import Tensor
 
 from dphero._checks import positive, whole
 from dphero.accounting import Ledger, RandomisedLabels
-from dphero.methods.base import SEEDED, Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import SEEDED, Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 

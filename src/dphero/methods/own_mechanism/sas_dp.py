@@ -38,7 +38,10 @@ from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.accounting.numerics.search import safe_value
 from dphero.accounting.renyi import filter_price
 from dphero.mechanism.clipping import Flat
-from dphero.methods.base import Card, Method, Step, Task, Trainer, register
+from dphero.methods.card import Card
+from dphero.methods.method import Method, register
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
 __all__ = ["SASDP"]

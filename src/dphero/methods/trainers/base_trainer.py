@@ -14,8 +14,10 @@ from torch import nn
 
 from dphero import checkpoint
 from dphero.accounting import Ledger
-from dphero.methods.base import Card, Step, Task, Trainer
+from dphero.methods.card import Card
 from dphero.methods.recipe import Recipe
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 
 __all__ = ["OwnTrainer", "key_of"]
 

@@ -14,7 +14,9 @@ from torch.utils.data import TensorDataset
 
 from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
 from dphero.engine import PrivacyEngine
-from dphero.methods.base import Card, Step, Task, Trainer
+from dphero.methods.card import Card
+from dphero.methods.task import Task
+from dphero.methods.trainer import Step, Trainer
 
 __all__ = ["PrivateTrainer"]
 
@@ -56,31 +58,9 @@ class PrivateTrainer(Trainer):
         recipe = task.recipe
         self.module = task.module if module is None else module
         self.train = task.train if train is None else train
-        chosen = {
-            name: value
-            for name, value in (
-                ("guidance", recipe.guidance),
-                ("mechanism", recipe.mechanism),
-                ("clipping", recipe.clipping),
-            )
-            if value is not None
-        }
         self.engine = PrivacyEngine(accountant=recipe.accountant) if engine is None else engine
         self.optimizer = task.optimizer(self.module) if optimizer is None else optimizer
-        arguments: dict[str, Any] = {
-            "module": self.module,
-            "optimizer": self.optimizer,
-            "data_loader": self.train,
-            "max_grad_norm": recipe.clip,
-            "sample_rate": task.sample_rate,
-            "expected_batch_size": recipe.lot,
-            "physical_batch_size": recipe.physical_batch,
-            "seed": recipe.seed if seed is None else seed,
-            "secure": recipe.secure,
-            "cuda_graphs": task.cuda_graphs,
-            **(options or {}),
-            **chosen,
-        }
+        arguments = self._arguments(recipe.seed if seed is None else seed, options or {})
         sigma = recipe.noise_multiplier if noise_multiplier is None else noise_multiplier
         if sigma is None and besides is not None and recipe.epsilon is not None:
             sigma = calibrate_noise_multiplier(
@@ -102,6 +82,25 @@ class PrivateTrainer(Trainer):
         self._parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._size = sum(parameter.numel() for parameter in self._parameters)
         self._seen = self.engine.diagnostics
+
+    def _arguments(self, seed: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the engine's arguments: the recipe's, then the method's, then what the recipe chose by name."""
+        task, recipe = self.task, self.task.recipe
+        shape = {"guidance": recipe.guidance, "mechanism": recipe.mechanism, "clipping": recipe.clipping}
+        return {
+            "module": self.module,
+            "optimizer": self.optimizer,
+            "data_loader": self.train,
+            "max_grad_norm": recipe.clip,
+            "sample_rate": task.sample_rate,
+            "expected_batch_size": recipe.lot,
+            "physical_batch_size": recipe.physical_batch,
+            "seed": seed,
+            "secure": recipe.secure,
+            "cuda_graphs": task.cuda_graphs,
+            **options,
+            **{name: value for name, value in shape.items() if value is not None},
+        }
 
     @property
     def step(self) -> int:

@@ -18,7 +18,8 @@ from dphero.gradients.batch import GradientBatch
 from dphero.hooks.taps import Taps
 from dphero.mechanism.clipping import Clipping
 from dphero.mechanism.lot_sum import LotSum
-from dphero.methods.base import Card, Task
+from dphero.methods.card import Card
+from dphero.methods.task import Task
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.noise import FastNoise, SecureNoise
 from dphero.sampling import PoissonSampler, Sampler

@@ -1,0 +1,85 @@
+"""A task: the private examples, the network and the settings that a method is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero.methods.recipe import Recipe
+from dphero.models import NAMES
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a method is given.
+
+    Attributes:
+        recipe: The settings.
+        train: The private examples, one row each, on the device: what ``module`` takes, and labels.
+        model: The complete network with public initial weights, on the device; it takes images.
+        module: The part of it that is trained. Where the model begins with a fixed public transform, the rows of
+            ``train`` have gone through that already, and ``module`` is what follows.
+        images: The private images as they came (the same as ``train``'s where nothing was transformed).
+        classes: Number of classes.
+    """
+
+    recipe: Recipe
+    train: TensorDataset
+    model: nn.Module
+    module: nn.Module
+    images: Tensor
+    classes: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is."""
+        return self.train.tensors[0].device
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether to record the network's passes and replay them.
+
+        Unasked, this is done for built-in networks on a GPU: a user's own may do more in Python than compute.
+        """
+        wanted = self.recipe.cuda_graphs
+        return self.device.type == "cuda" and self.recipe.model in NAMES if wanted is None else wanted
+
+    @property
+    def records(self) -> int:
+        """The public number of records.
+
+        Raises:
+            ValueError: If no number of records was declared public.
+        """
+        size = self.recipe.dataset_size
+        if size is None:
+            raise ValueError(
+                "the number of records is private unless you say otherwise: give --dataset-size N, a public figure, or "
+                "--dataset-size public, if the number of records in the data is no secret"
+            )
+        return len(self.train) if size == "public" else size
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability q = B / N with which an example enters a lot."""
+        rate = self.recipe.lot / self.records
+        if rate > 1:
+            raise ValueError(f"lot {self.recipe.lot} is larger than the data: there are {self.records} records")
+        return rate
+
+    @property
+    def steps(self) -> int:
+        """How many lots the training takes."""
+        return max(1, round(self.recipe.epochs * max(1, round(1 / self.sample_rate))))
+
+    def optimizer(self, module: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the recipe's optimizer over the parameters that are trained."""
+        recipe, parameters = self.recipe, (self.module if module is None else module).parameters()
+        if recipe.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=recipe.lr)
+        return torch.optim.SGD(parameters, lr=recipe.lr, momentum=recipe.momentum)
