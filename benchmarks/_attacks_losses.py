@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.audit.bounds.statistics import separate
-from dphero.checks import first_batch as probe
+from dphero.checks import independence
 from dphero.checks.loss import check as loss_check
 from dphero.checks.loss import replay as loss_replay
 
@@ -29,14 +29,14 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 @contextmanager
 def unguarded() -> Iterator[None]:
     """Take away the first-order check, the repeated loss, and the look at each output by itself."""
-    norms = probe.gradient_norms
+    norms = independence.gradient_norms
     with ExitStack() as stack:
         for target, name, value in (
             (loss_check, "coupling", lambda *_: 0.0),
             (loss_check, "compare_losses", lambda *_: loss_replay.Findings([])),
-            (probe, "gradient_norms", lambda *arguments: norms(*arguments[:-1])),
-            (probe._Examination, "_compare_values", lambda *_: None),
-            (probe, "_SLACK_OF_NORMS", 1e-3),
+            (independence, "gradient_norms", lambda *arguments: norms(*arguments[:-1])),
+            (independence.IndependenceCheck, "_compare_values", lambda *_: None),
+            (independence, "_SLACK_OF_NORMS", 1e-3),
         ):
             stack.enter_context(patch.object(target, name, value))
         yield

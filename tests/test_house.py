@@ -18,14 +18,10 @@ LINES_OF_A_MODULE, LINES_OF_A_FUNCTION = 350, 60
 LONG_MODULES = {
     "accounting/accountants.py": 375,
     "audit/trainings/one_run.py": 358,
-    "checks/first_batch.py": 478,
-    "checks/loss/recorder.py": 353,
-    "checks/loss/replay.py": 513,
     "experiments/runs/rundir.py": 433,
     "experiments/runs/training.py": 375,
     "geometry/factors.py": 371,
     "gradients/pieces.py": 401,
-    "hooks/taps.py": 416,
     "mechanism/release.py": 438,
     "methods/own_mechanism/dp_mp.py": 353,
 }

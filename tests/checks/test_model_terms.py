@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.checks import first_batch as probe
+from dphero.checks import independence
 from tests.trainer import CLASSES, FEATURES, training
 
 
@@ -55,7 +55,7 @@ def test_balance_for_each_example_is_accepted(scale: float) -> None:
 
 
 def test_the_value_of_a_term_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_require_same_norms", lambda together, alone: None)
+    monkeypatch.setattr(independence, "_require_same_norms", lambda together, alone: None)
     with pytest.raises(ValueError, match=r"is no mean over them either.*output_router_logits=False"):
         training(Experts(1000.0, "batch")).steps(1, balanced)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is no mean over them either"):
@@ -64,8 +64,8 @@ def test_the_value_of_a_term_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_look_at_each_output_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it once was: all outputs together, compared at a thousandth of the whole."""
-    norms = probe.gradient_norms
-    monkeypatch.setattr(probe, "gradient_norms", lambda *arguments: norms(*arguments[:-1]))
-    monkeypatch.setattr(probe, "_SLACK_OF_NORMS", 1e-3)
-    monkeypatch.setattr(probe._Examination, "_compare_values", lambda *_: None)
+    norms = independence.gradient_norms
+    monkeypatch.setattr(independence, "gradient_norms", lambda *arguments: norms(*arguments[:-1]))
+    monkeypatch.setattr(independence, "_SLACK_OF_NORMS", 1e-3)
+    monkeypatch.setattr(independence.IndependenceCheck, "_compare_values", lambda *_: None)
     training(Experts(1000.0, "batch")).steps(1, balanced)  # type: ignore[arg-type]

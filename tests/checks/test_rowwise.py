@@ -84,7 +84,7 @@ def test_a_batch_norm_in_evaluation_mode_has_public_statistics_and_another_has_n
 
 
 def test_one_row_for_each_example_is_wanted() -> None:
-    with pytest.raises(ValueError, match="one row for each example"):
+    with pytest.raises(ValueError, match="one row per example"):
         require_rowwise(Own(lambda _, x: x.sum(0, keepdim=True)), rows(), "the transform")
 
 

@@ -175,8 +175,8 @@ class AxisTrace:
     def __init__(self, rows: int, hints: Mapping[Call, Axes]) -> None:
         self.rows = rows
         self.calls: dict[Call, TracedCall] = {}
-        self.trace: dict[Traced, Tensor] = {}
-        """Outputs in the order in which they came."""
+        self.outputs: dict[Traced, Tensor] = {}
+        """Those of modules, and of calls inside them, in the order in which they came."""
         self._hints = hints
         self._counter: Counter[Key] = Counter()
         self._noted: Counter[tuple[str, Key | None]] = Counter()
@@ -210,7 +210,7 @@ class AxisTrace:
 
     def note(self, label: str, output: Tensor, key: Key | None = None) -> None:
         """Keep an output of a module, or of one call inside it, for the comparison of its rows."""
-        self.trace[label, key, self._noted[label, key]] = output.detach()
+        self.outputs[label, key, self._noted[label, key]] = output.detach()
         self._noted[label, key] += 1
 
     def _guess(self, tensor: Tensor) -> BatchAxis:

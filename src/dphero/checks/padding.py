@@ -8,21 +8,20 @@ over all positions or of the last state of a recurrent layer are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.plan import UnknownCallError
-from dphero.functional.unbatched import UnbatchedTensor, plain
-from dphero.geometry.geometry import identity
-from dphero.gradients.batch import GradientBatch
+from dphero.checks.tapped_pass import ModelArguments, TappedPass, bent, tapped_pass
+from dphero.functional.unbatched import plain
 from dphero.hooks.snapshot import ModelSnapshot
-from dphero.hooks.tape import Tape
+from dphero.numerics.compare import is_short
+from dphero.numerics.trees import tree_flatten, tree_unflatten
 from dphero.sampling.padding import Padding
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ _SMALL = 1e-2
 
 _MOST_CUTS = 8
 """How many ways to cut arguments are tried."""
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PaddingCheck:
@@ -98,7 +95,9 @@ class PaddingCheck:
         self._share = max(share, self._share)
         return more or self._looks <= _FIRST or not self._looks & (self._looks - 1)
 
-    def _try(self, taps: Taps, snapshot: ModelSnapshot, short: Call, whole: Call, *, left: bool) -> None:
+    def _try(
+        self, taps: Taps, snapshot: ModelSnapshot, short: ModelArguments, whole: ModelArguments, *, left: bool
+    ) -> None:
         """Compare in evaluation mode, where nothing is dropped, unless the model makes other calls there."""
         for training in (False, True):
             try:
@@ -136,49 +135,35 @@ class _PaddingError(ValueError):
 
 
 class _Gradients:
-    """A forward pass of the tapped model on copies of one example, and the gradients of what it returned."""
+    """Passes of the tapped model on copies of one example, and the gradients of what it returned."""
 
-    def __init__(self, taps: Taps, snapshot: ModelSnapshot, call: Call, *, training: bool) -> None:
+    def __init__(self, taps: Taps, snapshot: ModelSnapshot, call: ModelArguments, *, training: bool) -> None:
         self._taps, self._snapshot, self._call, self._training = taps, snapshot, call, training
-        self.outs = [out.detach() for out in self._run({}, left=False)[1]]
-        dtypes = {value.dtype for value in (*self.outs, *taps.module.parameters())}
+        self.outs = [plain(out).detach() for out in self._run(lambda outs: []).outs]
         autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
         tf32 = torch.backends.cuda.matmul.allow_tf32 and any(out.is_cuda for out in self.outs)
-        short = autocast or tf32 or dtypes & {torch.float16, torch.bfloat16}
+        short = autocast or tf32 or is_short(*self.outs, *taps.module.parameters())
         self.tolerance = _SHORT_TOLERANCE if short else _TOLERANCE
 
     def norms(self, shapes: Sequence[torch.Size], *, left: bool) -> dict[str, Tensor]:
         """Return each copy's gradient norm, by parameter, of a number made up of what outputs of these shapes share."""
-        found, _ = self._run(dict(enumerate(shapes)), left=left)
-        return {name: norms.sqrt() for batch in found for name, norms in batch.square_norms.items()}
 
-    def _run(self, shapes: Mapping[int, torch.Size], *, left: bool) -> tuple[list[GradientBatch], list[Tensor]]:
-        taps, found = self._taps, list[GradientBatch]()
-        assert taps.plan is not None
-        parameters = {
-            name: hooked.parameters[local] for hooked in taps.hooked_modules for local, name in hooked.names.items()
-        }
-        with self._snapshot.restored_afterwards():
-            if not self._training:
-                taps.module.eval()
-            tape = Tape(_COPIES, {name: identity(tuple(p.shape)) for name, p in parameters.items()}, found.append)
-            returned = tree_flatten(taps.run(taps.plan, tape, *self._call))[0]
-            outs = [out for out in returned if isinstance(out, Tensor) and out.is_floating_point()]
-            parts = [
-                _number(_common(out, shapes[place], left=left))
-                for place, out in enumerate(outs)
-                if place in shapes and out.requires_grad and not isinstance(out, UnbatchedTensor)
-            ]
-            before, taps.tape = taps.tape, tape
-            try:
-                if parts:
-                    torch.stack(parts).sum().backward()
-            finally:
-                taps.tape = before
-        return found, [plain(out) for out in outs]
+        def common(outs: list[Tensor]) -> list[Tensor]:
+            parts = [(out, shape) for out, shape in zip(outs, shapes, strict=False) if out.requires_grad]
+            return [bent(_common(out, shape, left=left).double()) for out, shape in parts if type(out) is Tensor]
+
+        return self._run(common).norms
+
+    def _run(self, objective: Callable[[list[Tensor]], Sequence[Tensor]]) -> TappedPass:
+        assert self._taps.plan is not None
+        return tapped_pass(
+            self._taps, self._taps.plan, self._snapshot, self._call, _COPIES, objective, training=self._training
+        )
 
 
-def _cuts(call: Call, lengths: Mapping[int, int], axes: Sequence[int | None], *, left: bool) -> list[Call]:
+def _cuts(
+    call: ModelArguments, lengths: Mapping[int, int], axes: Sequence[int | None], *, left: bool
+) -> list[ModelArguments]:
     """Return arguments without filling: axes of these sizes get the example's own length.
 
     Where several axes of a tensor have such a size, it is not known which is filled up, and all readings are returned
@@ -209,12 +194,6 @@ def _common(out: Tensor, shape: torch.Size, *, left: bool) -> Tensor:
         if out.shape[axis] != size:
             out = out.narrow(axis, out.shape[axis] - size if left else 0, size)
     return out
-
-
-def _number(out: Tensor) -> Tensor:
-    """Return a number that depends on every entry of an output, on each in its own way."""
-    bent = out.double() * (1 + out.double() / 2)
-    return (bent * torch.arange(1.0, out.numel() + 1, device=out.device).cos().reshape(out.shape)).sum()
 
 
 def _require_unused(gradient: Tensor) -> None:

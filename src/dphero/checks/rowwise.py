@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dphero.hooks.snapshot import ModelSnapshot
+from dphero.numerics.compare import largest_gap
 
 __all__ = ["require_rowwise"]
 
@@ -33,8 +34,8 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
     Raises:
         ValueError: If a row's output depends on the rows beside it, or parameters or buffers are written.
     """
-    plain = rows.new_zeros(rows.shape[1:])
-    coupling_strength = torch.cat([rows, torch.stack([plain, plain + 1]).to(rows.dtype)])  # never all alike
+    blank = rows.new_zeros(rows.shape[1:])
+    batch = torch.cat([rows, torch.stack([blank, blank + 1]).to(rows.dtype)])  # never all alike
     snapshot = ModelSnapshot(transform)
 
     def outputs(inputs: Tensor) -> Tensor:
@@ -42,14 +43,14 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
             found = transform(inputs)
         _require_unwritten(changes.state, name)
         if not isinstance(found, Tensor) or found.shape[:1] != inputs.shape[:1]:
-            raise ValueError(f"{name} must give a tensor with one row for each example, and that of {len(inputs)} not")
+            raise ValueError(f"{name} must return one row per example; for {len(inputs)} inputs it did not")
         return found.double()
 
-    places, together = _different(coupling_strength), outputs(coupling_strength)
+    places, together = _different(batch), outputs(batch)
     for place in places:
-        alone = outputs(coupling_strength[[place] * len(coupling_strength)])
+        alone = outputs(batch[[place] * len(batch)])
         _require_same(together[place], alone[place], _SLACK, _size(together[place]), name)
-    few = outputs(coupling_strength[places])
+    few = outputs(batch[places])
     _require_same(together[places], few, _SLACK_BETWEEN_SIZES, _size(together), name)
 
 
@@ -78,10 +79,8 @@ def _require_unwritten(written: dict[str, Tensor], name: str) -> None:
 
 
 def _require_same(first: Tensor, second: Tensor, slack: float, size: float, name: str) -> None:
-    finite = first.isfinite() & second.isfinite()
-    odd = bool(((first != second) & ~finite & ~(first.isnan() & second.isnan())).any())
-    gap = _size(torch.where(finite, first - second, 0.0))
-    if odd or gap > slack * size:
+    gap, _ = largest_gap(first, second)
+    if gap > slack * size:
         raise ValueError(
             f"{name} mixes examples: what it gives for one depends on the others beside it, and changes by "
             f"{gap / max(size, 1e-30):.2g} of its size, so nothing that is made of it can be private. Use statistics "

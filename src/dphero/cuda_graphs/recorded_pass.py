@@ -16,6 +16,7 @@ from dphero.functional.unbatched import plain
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.pieces import Piece
 from dphero.hooks.tape import Tape
+from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Pass:
     ) -> None:
         self.key, self.geometry, self.rows = key, geometry, rows
         self._taps, self._structure, self._axes = taps, structure, axes
-        self._inputs = [_room(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
+        self._inputs = [_buffer(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._ticket = 0
@@ -129,11 +130,11 @@ class Pass:
         found: list[GradientBatch] = []
         outs, _ = self._forward(found)
         self._trained = [place for place, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
-        self._gradients = [_pattern(outs[place].detach()) for place in self._trained]
+        self._gradients = [distinct_numbers(outs[place]).to(outs[place].dtype) for place in self._trained]
         norms = self._backward(outs, found)
         self._norm_type = norms.dtype
         self._group(dict.fromkeys(found[0].pieces, 0))
-        self._weights[0].copy_(_pattern(self._weights[0]))
+        self._weights[0].copy_(distinct_numbers(self._weights[0]))
         outs = [out.detach().clone() if isinstance(out, Tensor) else out for out in outs]
         sums = self._sum(found[0].pieces)
         # in one piece: what lies about singly would keep the memory of the whole pass from being given back
@@ -152,7 +153,7 @@ class Pass:
     def repeated(self) -> Results:
         """Replay the recording on what it was recorded with."""
         for place in (*self._gradients, self._weights[0]):
-            place.copy_(_pattern(place))
+            place.copy_(distinct_numbers(place))
         for replay in (self._replay_forward, self._replay_backward, self._replay_sums):
             replay()
         return Results(self._outs, self.norms, self._sums)
@@ -308,7 +309,7 @@ class _ReplayedBatch(GradientBatch):
         return super().weighted_sums(weights, filled)  # never the last: the pieces are the recording's
 
 
-def _room(leaf: Any, axis: int | None, rows: int) -> Any:
+def _buffer(leaf: Any, axis: int | None, rows: int) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_like(leaf) if axis is None else leaf.new_empty((rows, *leaf.shape[1:]))
@@ -322,12 +323,6 @@ def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
     place[:rows].copy_(leaf)
     if rows < len(place):
         place[rows:].copy_(leaf[:1].expand(len(place) - rows, *leaf.shape[1:]))
-
-
-def _pattern(like: Tensor) -> Tensor:
-    """Return numbers that differ from row to row, for a comparison."""
-    steps = torch.arange(1.0, like.numel() + 1, device=like.device)
-    return steps.cos().reshape(like.shape).to(like.dtype)
 
 
 def refusal(reason: str) -> str:

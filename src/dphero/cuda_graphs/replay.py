@@ -31,6 +31,7 @@ from dphero.cuda_graphs.recorded_pass import Pass, Results, refusal
 from dphero.cuda_graphs.replay_guards import PLAIN, ReplayConditions
 from dphero.functional.unbatched import CannotFollowError
 from dphero.hooks.snapshot import ModelSnapshot
+from dphero.numerics.compare import largest_gap
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
@@ -163,16 +164,12 @@ def _require_equal(expected: Results, found: Results) -> None:
 
 def _require_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Raise ``ValueError`` if pairs differ by more than a part of what is largest in them (where both are finite)."""
-    scales, gaps = [], []
-    for first, second in pairs:  # one at a time: sums can be large
-        first, second = first.double(), second.double()
-        finite = first.isfinite() & second.isfinite()
-        scales.append(torch.where(finite, first, 0).abs().max())
-        gap = torch.where(finite, first - second, 0).abs().max()
-        gaps.append(torch.where((first.isfinite() != second.isfinite()).any(), torch.inf, gap))
-    gap, scale = torch.stack(gaps).max(), torch.stack(scales).max()
-    if bool(gap > _TOLERANCE * scale):
-        raise ValueError(refusal(f"replayed, it computes something else (by {float(gap / scale):.2g} of its size)"))
+    found = [largest_gap(first.double(), second.double()) for first, second in pairs]
+    gap, scale = (max(each, default=0.0) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
+    if gap > _TOLERANCE * scale:
+        raise ValueError(
+            refusal(f"replayed, it computes something else (by {gap / max(scale, 1e-30):.2g} of its size)")
+        )
 
 
 def _require_bounded(made: Pass) -> None:

@@ -16,6 +16,7 @@ from torch.func import vjp, vmap
 from dphero.functional.context import OpaqueCall
 from dphero.functional.operation import take_apart
 from dphero.gradients.pieces import Explicit, Piece
+from dphero.numerics.generators import RandomState
 
 __all__ = ["example_gradients", "gradients_one_by_one", "vmapped"]
 
@@ -53,7 +54,7 @@ def gradients_one_by_one(
         RuntimeError: If the function draws random numbers.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    before = _random_state(gradients.device)
+    before = RandomState()
     for gradient, *values in zip(gradients, *inputs, strict=True):
         leaves = {name: value.detach().requires_grad_() for name, value in wanted.items()}
         with torch.enable_grad():
@@ -61,14 +62,9 @@ def gradients_one_by_one(
         parts = torch.autograd.grad(out, list(leaves.values()), gradient.to(out.dtype), allow_unused=True)
         for (name, value), part in zip(wanted.items(), parts, strict=True):
             found[name].append(torch.zeros_like(value) if part is None else part)
-    if _random_state(gradients.device) != before:
+    if not before.is_current:
         raise RuntimeError("it draws random numbers, which would be others than those of the forward pass")
     return {name: torch.stack(parts) for name, parts in found.items()}
-
-
-def _random_state(device: torch.device) -> list[bytes]:
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.numpy().tobytes() for state in states]
 
 
 def vmapped(call: OpaqueCall, *args: Any, **kwargs: Any) -> Any:

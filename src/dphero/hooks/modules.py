@@ -7,19 +7,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from dphero.gradients.batch import PieceMaker
 from dphero.layers import Rule, find_rule
 
-if TYPE_CHECKING:
-    from dphero.hooks.taps import Taps
-
-__all__ = ["HookedModule", "Slot", "TappedCall", "eager", "find_hooked_modules", "replace_forward", "swapped"]
+__all__ = ["HookedModule", "Slot", "eager", "find_hooked_modules", "replace_forward", "swapped"]
 
 Slot = tuple[dict[str, nn.Parameter | None], str]
 """Where a module keeps a parameter."""
@@ -55,39 +51,6 @@ class HookedModule:
     def holding(self, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Let the module's code see these values in place of its parameters."""
         return swapped((*self._slots[local], value) for local, value in values.items())
-
-
-class TappedCall:
-    """One call of one hooked module: what a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""
-
-    def __init__(self, taps: Taps, hooked: HookedModule) -> None:
-        self._taps, self._hooked = taps, hooked
-        self.module, self.parameters, self.original = hooked.module, hooked.parameters, hooked.original
-        self.memory, self.holding, self.paused = hooked.memory, hooked.holding, taps.paused
-
-    @property
-    def label(self) -> str:
-        """Name and type of the module, for messages."""
-        return self._hooked.label
-
-    def __getitem__(self, name: str) -> Tensor:
-        parameter = self.parameters.get(name, self.module._parameters.get(name))
-        assert parameter is not None, f"{self.label} has no parameter {name!r}"
-        return parameter.detach()
-
-    def get(self, name: str) -> Tensor | None:
-        """Return the detached parameter, or ``None`` where the module has none of that name."""
-        return None if self.module._parameters.get(name) is None else self[name]
-
-    def wants(self, name: str) -> bool:
-        """Tell whether the gradient of this parameter is asked for."""
-        return name in self._hooked.names
-
-    def tap(
-        self, compute: Callable[[], Tensor], make: PieceMaker, *saved: Any, role: str = "", split: bool = False
-    ) -> Tensor:
-        """See :meth:`dphero.layers.call.LayerCall.tap`."""
-        return self._taps.tap(self._hooked, role, compute, make, saved, split)
 
 
 def find_hooked_modules(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[HookedModule]:

@@ -1,21 +1,20 @@
-"""Run a model without leaving a trace: parameters, buffers and random generators are put back."""
+"""The state of a model, put back after each run: parameters, buffers, modes and random generators."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from dphero.numerics.generators import RandomState, seed_generators
 
 __all__ = ["ModelSnapshot", "buffer_name", "same"]
 
 
 class ModelSnapshot:
-    """Remembers the state of a model, and puts it back after each run.
+    """The state of a model, and what puts it back after a run.
 
     Args:
         module: The model.
@@ -33,8 +32,6 @@ class ModelSnapshot:
         }
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._modes = [(child, child.training) for child in module.modules()]
-        devices = {tensor.device for _, _, table in self._tables for tensor in _tensors(table)}
-        self._devices = [device for device in devices if device.type == "cuda"]
         attributes = [value for child in module.modules() for value in vars(child).values()]
         self._own_generators = [value for value in attributes if isinstance(value, torch.Generator)]
 
@@ -46,26 +43,26 @@ class ModelSnapshot:
             seed: What random generators start from; left out, from where they are.
         """
         changes = Changes()
-        generators = started = self._generators()
+        generators = started = RandomState(self._own_generators)
         try:
             if seed is not None:
-                self._seed(seed)
-                started = self._generators()
+                seed_generators(seed, self._own_generators)
+                started = RandomState(self._own_generators)
             yield changes
         finally:
             try:
-                changes.random = started != self._generators()
+                changes.random = not started.is_current
                 changes.state = self._changed()
             finally:
                 self._put_back(generators)
 
-    def _put_back(self, generators: list[Any]) -> None:
+    def _put_back(self, generators: RandomState) -> None:
         """Put everything back, also if Ctrl-C comes between."""
         try:
-            self._set_generators(generators)
+            generators.restore()
             self._restore()
         except BaseException:
-            self._set_generators(generators)
+            generators.restore()
             self._restore()
             raise
 
@@ -92,33 +89,6 @@ class ModelSnapshot:
             parameter.grad = gradient
         for child, training in self._modes:
             child.training = training
-
-    def _generators(self) -> list[Any]:
-        states = [torch.get_rng_state(), *(generator.get_state() for generator in self._own_generators)]
-        states += [torch.cuda.get_rng_state(device) for device in self._devices]
-        state: Any = np.random.get_state()
-        name, keys, *rest = state
-        return [random.getstate(), (name, keys.tobytes(), *rest), *(state.numpy().tobytes() for state in states)]
-
-    def _seed(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        for generator in self._own_generators:
-            generator.manual_seed(seed)
-        for device in self._devices:
-            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-    def _set_generators(self, states: list[Any]) -> None:
-        random.setstate(states[0])
-        name, keys, *rest = states[1]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-        others = iter([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states[2:]])
-        torch.set_rng_state(next(others))
-        for generator in self._own_generators:
-            generator.set_state(next(others))
-        for device in self._devices:
-            torch.cuda.set_rng_state(next(others), device)
 
 
 def buffer_name(path: str, name: str) -> str:

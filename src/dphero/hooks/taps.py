@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -24,18 +22,19 @@ from dphero.batch_axis.axis import BatchAxis, arrange
 from dphero.batch_axis.call_site import find_call_site
 from dphero.batch_axis.plan import AxisLookup, AxisPlan, AxisTrace, Key, UnknownCallError
 from dphero.functional.custom import custom_code_followed
-from dphero.functional.dispatch import attached, follow
+from dphero.functional.dispatch import follow
 from dphero.functional.operation import Operation
-from dphero.functional.unbatched import LayerOrigin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
+from dphero.functional.unbatched import ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
 from dphero.gradients.pieces import Piece
-from dphero.hooks.modules import HookedModule, Slot, TappedCall, eager, find_hooked_modules, replace_forward, swapped
-from dphero.hooks.snapshot import buffer_name
+from dphero.hooks.model_tables import ModelTables, written_between
+from dphero.hooks.modules import HookedModule, Slot, eager, find_hooked_modules, replace_forward, swapped
 from dphero.hooks.tape import Tape
+from dphero.hooks.tapped_call import TappedCall
 from dphero.numerics.trees import tree_flatten, tree_map
 
-__all__ = ["Examine", "HookedModule", "Replay", "TappedCall", "Taps"]
+__all__ = ["Examine", "Replay", "Taps"]
 
 Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], AxisPlan]
 """Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
@@ -112,7 +111,7 @@ class Taps:
         ]
         # those that require a gradient now and are not trained are constants
         self._known = {id(table[local]): table[local] for table, local in self._slots}
-        self._note_modules()
+        self._tables = ModelTables(module)
         forwards = {hooked.module: self._hooked_forward(hooked) for hooked in self.hooked_modules}
         self.root_forward = forwards.get(module, module.forward)
         forwards[module] = eager(self._run_root)
@@ -155,13 +154,12 @@ class Taps:
         return self._returned(out)
 
     def _run_watching_buffers(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before = self._buffers()
+        before = self._tables.buffers()
         out = self._run_tapped(args, kwargs, self._rows())
-        after = self._buffers()
+        after = self._tables.buffers()
         if after != before:
-            written = {name for name, version in after.items() if before.get(name) != version}
             assert self.plan is not None
-            if not written <= self.plan.written:  # not so when the model was examined
+            if not written_between(before, after) <= self.plan.written:  # not so when the model was examined
                 self.plan = self.plan.joined(self._examine(self, args, kwargs, self._rows()))
         self._called(args, kwargs)
         return out
@@ -195,36 +193,14 @@ class Taps:
 
     def _require_known_parameters(self) -> None:
         """Refuse a parameter that was added, exchanged or unfrozen since: its gradient would be the plain one."""
-        children = list(chain.from_iterable(map(dict.values, self._child_tables)))
-        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
-            self._note_modules()
-        for table in self._parameter_tables:
-            for parameter in table.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in self._known:
-                    name = next(name for name, other in self.module.named_parameters() if other is parameter)
-                    raise RuntimeError(
-                        f"parameter {name!r} was not there, or frozen, when the model was made private: its gradient "
-                        "would have no noise. Freeze it (requires_grad_(False)), or detach() the engine and make the "
-                        "model private anew."
-                    )
-
-    def _note_modules(self) -> None:
-        """Remember the tables of all modules: to walk through the modules themselves takes long."""
-        named = list(self.module.named_modules())
-        modules = [child for _, child in named]
-        self._child_tables = [child._modules for child in modules]
-        self._children = list(chain.from_iterable(map(dict.values, self._child_tables)))
-        self._parameter_tables = [child._parameters for child in modules]
-        self._buffer_tables = [(path, child._buffers) for path, child in named]
-
-    def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Return which tensor each buffer is, and how often it was written."""
-        return {
-            buffer_name(path, local): (id(buffer), buffer._version)
-            for path, table in self._buffer_tables
-            for local, buffer in table.items()
-            if buffer is not None
-        }
+        for parameter in self._tables.parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                name = next(name for name, other in self.module.named_parameters() if other is parameter)
+                raise RuntimeError(
+                    f"parameter {name!r} was not there, or frozen, when the model was made private: its gradient would "
+                    "have no noise. Freeze it (requires_grad_(False)), or detach() the engine and make the model "
+                    "private anew."
+                )
 
     def new_tape(self, rows: int, *, replayed: bool = False) -> Tape:
         """Open the tape of a physical batch; no backward pass through an earlier one counts any more."""
@@ -296,48 +272,6 @@ class Taps:
         return unbatched
 
     # -- taps -----------------------------------------------------------------------------------------
-
-    def tap(
-        self,
-        hooked: HookedModule,
-        role: str,
-        compute: Callable[[], Tensor],
-        make: PieceMaker,
-        saved: tuple[Any, ...],
-        split: bool = False,
-    ) -> Tensor:
-        """Compute and tap one output of a hooked module (see :meth:`TappedCall.tap`)."""
-        out = compute()
-        if not torch.is_grad_enabled():
-            return out
-        saved = tuple(map(plain, saved))
-        inputs = [value for value in saved if isinstance(value, Tensor)]
-        layouts = self.axis_lookup.layouts(self.key(hooked.path, role), [plain(out)], inputs, self.rows, hooked.label)
-        if layouts[0].unbatched:
-            return self._tap_unbatched(hooked, out, make, saved, split)
-        if self.tape is None or isinstance(out, UnbatchedTensor):
-            return plain(out)
-        out = attached(out, inputs)
-        self.watch(out, layouts, make, saved, hooked.label, names=hooked.names, split=split)
-        return out
-
-    def _tap_unbatched(
-        self, hooked: HookedModule, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool
-    ) -> Tensor:
-        """Tap an output that is the same for all examples: its gradient is taken where examples meet it."""
-        rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
-        kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]
-
-        def pieces(gradients: Tensor) -> dict[str, Piece]:
-            spread = [BatchAxis(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
-            values = arrange([gradients, *spread], [BatchAxis(0)] * (1 + len(spread)))
-            if not split and out.dim() > 1:
-                values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
-            found = {local: piece.folded(rows) for local, piece in make(*values).items()}
-            return {hooked.names[local]: piece for local, piece in found.items() if local in hooked.names}
-
-        origin = LayerOrigin(out, list(hooked.names.values()), pieces, self, hooked.label)
-        return UnbatchedTensor.wrap(Unbatched(origin.leaf, [origin], self), self, hooked.path, hooked.label)
 
     def watch(
         self,

@@ -9,16 +9,14 @@ further, to a public length (:mod:`dphero.sampling.padding`), or lets the model 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
+from dphero.numerics.compare import nearly_equal
+from dphero.numerics.generators import generators_restored, seed_generators
 from dphero.sampling.batch_rows import BatchRows
 from dphero.sampling.padding import PaddedAxis, Padding, pad_further, padded_axes
 
@@ -178,19 +176,18 @@ class CollateExamination:
     def __init__(self, collate: Make, some: Mapping[int, Any], count: int) -> None:
         self._collate, self._some, self._count = collate, some, count
         members = [some[place] for place in _spread(count, _EXAMPLES)]
-        with generators_restored() as self._rewind:
+        with generators_restored() as self._before:
             self.rows = BatchRows(self._make(members[:1] * 2), self._make(members[:1] * 3))
-            before = _states()
             self._make(members)
-            self.random = _differ(before, _states())
+            self.random = not self._before.is_current
             for seed in range(_SEEDS) if self.random else [None]:
                 self._compare(members, seed)
 
     def _make(self, members: list[Any], seed: int | None = None) -> Any:
         """Make a batch, with the same random numbers at each call."""
-        self._rewind()
+        self._before.restore()
         if seed is not None:
-            _seed(seed)
+            seed_generators(seed)
         return self._collate([copied(member) for member in members])
 
     def _compare(self, some: list[Any], seed: int | None) -> None:
@@ -231,7 +228,7 @@ class CollateExamination:
         padded: dict[PaddedAxis, None] = {}
         lengths: dict[int, dict[int, int]] = {}
         shapes = self.rows.shapes(batch)
-        with generators_restored() as self._rewind:
+        with generators_restored() as self._before:
             for place in _spread(self._count, _ALONE):
                 alone = self._make([self._some[place]])
                 if self.rows.shapes(alone) == shapes:
@@ -279,12 +276,7 @@ def _take(rows: list[list[Any]], wanted: list[Any]) -> bool:
 
 def _same(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.shape != second.shape or first.dtype != second.dtype:
-            return False
-        if not first.is_floating_point():
-            return torch.equal(first, second)
-        scale = float(torch.nan_to_num(first, posinf=0.0, neginf=0.0).abs().max()) if first.numel() else 0.0
-        return torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
+        return nearly_equal(first, second, _TOLERANCE)
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(_same, first, second))
     return bool(first == second)
@@ -310,34 +302,3 @@ def copied(value: Any) -> Any:
 def _spread(count: int, most: int) -> list[int]:
     """Return up to ``most`` numbers below ``count``, evenly spread."""
     return list(range(count)) if count <= most else [place * (count - 1) // (most - 1) for place in range(most)]
-
-
-@contextmanager
-def generators_restored() -> Iterator[Callable[[], None]]:
-    """Put random generators back in the end; what is handed over puts them back before that."""
-    states = _states()
-
-    def rewind() -> None:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-    try:
-        yield rewind
-    finally:
-        rewind()
-
-
-def _states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _differ(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    words = [(state[1].tolist(), state[2:]) for state in (first[1], second[1])]
-    return not torch.equal(first[0], second[0]) or words[0] != words[1] or first[2] != second[2]
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)

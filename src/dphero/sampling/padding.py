@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dphero.numerics.compare import nearly_equal
 from dphero.sampling.batch_rows import BatchRows, Path
 
 __all__ = ["PaddedAxis", "Padding", "pad_further", "padded_axes"]
 
-
 _TOLERANCE = 1e-5
+"""Of the largest entry: rounding may depend on the number of rows."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def padded_axes(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[
     for side in sides:
         starts = [0 if side == "right" else number for number in missing]
         inside = tuple(slice(start, start + size) for start, size in zip(starts, own.shape, strict=True))
-        if exact and not _equal(whole[inside], own):
+        if exact and not nearly_equal(whole[inside], own, _TOLERANCE):
             continue
         outside = torch.ones_like(whole, dtype=torch.bool)
         outside[inside] = False
@@ -82,14 +83,6 @@ def padded_axes(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[
         if not longer or bool((filling == filling[0]).all()):
             return [PaddedAxis(path, axis, side, filling[0].item()) for axis in longer]
     return None
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Tell whether entries are the same; rounding may depend on the number of rows."""
-    if not first.is_floating_point():
-        return torch.equal(first, second)
-    scale = float(torch.nan_to_num(first, posinf=0.0, neginf=0.0).abs().max()) if first.numel() else 0.0
-    return torch.allclose(first, second, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True)
 
 
 def pad_further(batch: Any, rows: BatchRows, padded: Sequence[PaddedAxis], length: int) -> Any:

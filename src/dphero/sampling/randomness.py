@@ -23,6 +23,8 @@ import torch
 from numpy.random import mtrand
 from torch.utils.data import get_worker_info
 
+from dphero.numerics.generators import torch_generators
+
 __all__ = ["SecretGenerators", "SeededWorker", "secret"]
 
 _WORDS = 624
@@ -88,8 +90,7 @@ class SecretGenerators:
             ours()
 
     def _generators(self) -> list[torch.Generator]:
-        devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        return [torch.default_generator, *devices, *self.own]
+        return torch_generators(self.own)
 
     def _reseeded(self) -> bool:
         return any(generator.initial_seed() != self._seed for generator in self._generators())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dphero.numerics.generators import generators_restored, seed_generators
 
 __all__ = ["describe_data", "require_same_data"]
 
@@ -81,22 +81,9 @@ def require_same_data(saved: Mapping[str, Any], source: DataLoader[Any] | Datase
 
 def _fetched(dataset: Any, place: int, turn: int) -> list[Any]:
     """Fetch a record while all generators stand elsewhere than the time before; they are put back."""
-    with _scratch_generators(turn):
+    with generators_restored():
+        seed_generators(turn)
         return tree_leaves(dataset[place])
-
-
-@contextmanager
-def _scratch_generators(seed: int) -> Iterator[None]:
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 def _contents(leaf: Any) -> object:

@@ -5,7 +5,7 @@ other operations than those before. It is read in these ways:
 
 * Is the batch reduced as declared, and by nothing else? (:mod:`dphero.checks.loss.reduction`)
 * Does each term of the loss depend on one example alone? First derivatives tell, also where a loss is made of straight
-  pieces (:mod:`dphero.checks.loss.coupling`); and second derivatives (:mod:`dphero.checks.loss.curvature`).
+  pieces, and second derivatives (:mod:`dphero.checks.loss.coupling`).
 * Does it train a parameter besides the model's?
 * Do the gradients of examples stay the same when others are replaced? (:mod:`dphero.checks.loss.replay`: the first
   losses and a few later on, whose batches were followed from the loader on)
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from dphero.checks.loss.coupling import coupling
-from dphero.checks.loss.curvature import coupling_strength
+from dphero.checks.loss.coupling import coupling, coupling_strength
 from dphero.checks.loss.graph import (
     OUTPUT,
     ModelOutput,
@@ -36,11 +35,10 @@ from dphero.checks.loss.graph import (
     nodes_below,
     output_edges,
 )
-from dphero.checks.loss.recorder import Recorder, ordinary
-from dphero.checks.loss.reduction import ReductionCheck
-from dphero.checks.loss.replay import OUTSIDE, Constants, compare_losses, not_repeated
-from dphero.checks.loss.targets import require_same_targets
-from dphero.checks.loss.watched_tensor import watched_class
+from dphero.checks.loss.recorder import Recorder, ordinary, watched_class
+from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
+from dphero.checks.loss.replay import compare_losses
+from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
 __all__ = ["LossCheck"]

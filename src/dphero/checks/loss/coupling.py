@@ -1,9 +1,10 @@
-"""Does a term of the loss depend on more than one example? First derivatives tell.
+"""Does a term of the loss depend on more than one example? Its derivatives tell.
 
 A loss is a sum (or mean) over terms: the entries of the last tensors of which it is a linear function. It is a sum over
 examples if each of these terms depends on one example alone. So the model's outputs are moved for one half of the
-examples, then for the other half, and each term may answer to one of the two only. That needs no second derivatives,
-which hinges, distances and ranks do not have; and no knowledge of where the terms carry the examples.
+examples, then for the other half, and each term may answer to one of the two only (:func:`coupling`). That needs no
+second derivatives, which hinges, distances and ranks do not have; and no knowledge of where the terms carry the
+examples. Second derivatives see what is not made of such terms, as a cumulative sum (:func:`coupling_strength`).
 
 Not seen: what enters a loss as a constant (:mod:`dphero.checks.loss.replay` does).
 """
@@ -11,7 +12,7 @@ Not seen: what enters a loss as a constant (:mod:`dphero.checks.loss.replay` doe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss.graph import children_of, kind_of, output_edges, shape_of, terms
+from dphero.numerics.compare import distinct_numbers
 
-__all__ = ["coupling", "halves"]
+__all__ = ["coupling", "coupling_strength", "halves"]
 
 _BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 """Fused losses that take all columns of a row together; the others take one entry with its target."""
@@ -57,6 +59,39 @@ def coupling(loss: Any, rows: int, number: int) -> float:
     return min(found)  # where there are as many examples as columns, only what is coupled either way counts
 
 
+def coupling_strength(loss: Tensor, outputs: Sequence[GradientEdge], rows: int, number: int) -> float:
+    """Return how strongly second derivatives couple the examples: 0 if not at all or if there are none, at most 1.
+
+    A loss L(z_1, .. z_n) of what the model returned for each example is a sum over examples if and only if no
+    derivative with respect to z_i depends on z_j. So the derivatives for one half of the examples are combined to a
+    number, with weights that tell them apart, and that number is differentiated with respect to the other half:
+    nothing may come out.
+
+    Args:
+        loss: A number that can be back-propagated; it still can afterwards.
+        outputs: What the model returned.
+        rows: The number of examples.
+        number: Which halves are taken: of numbers 0, 1, .. up to log2 of the rows, one tells any two examples apart.
+    """
+    placed = [(edge, axes[0]) for edge in outputs if len(axes := _axes(_edge_shape(edge), rows)) == 1]
+    if not placed:
+        return 0.0
+    edges, axes = [edge for edge, _ in placed], [axis for _, axis in placed]
+    half, _ = halves(rows, number)
+    try:
+        first = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+        combined = [part for part in _parts(first, axes, half) if part.requires_grad]
+        if not combined:
+            return 0.0
+        number_of_half = torch.stack([(part.float() * distinct_numbers(part)).sum() for part in combined]).sum()
+        second = torch.autograd.grad(number_of_half, edges, retain_graph=True, allow_unused=True)
+    except (RuntimeError, NotImplementedError):  # some functions have no second derivative
+        return 0.0
+    others, own = ([_largest(part) for part in _parts(second, axes, which)] for which in (~half, half))
+    found, scale = max(others, default=0.0), max([*others, *own], default=0.0)
+    return found / scale if found > 0.0 and math.isfinite(scale) else 0.0
+
+
 def _coupled_somehow(
     ends: list[list[GradientEdge]],
     nodes: list[tuple[Any, int]],
@@ -88,7 +123,9 @@ def _coupled(
         answers = []
         for which in (half, ~half):
             moved = [
-                (gradient * _weights(gradient)).index_select(axis, which.nonzero()[:, 0].to(gradient.device)).sum()
+                (gradient * distinct_numbers(gradient).to(gradient.dtype))
+                .index_select(axis, which.nonzero()[:, 0].to(gradient.device))
+                .sum()
                 for gradient, (_, axis) in zip(back, outputs, strict=True)
                 if gradient is not None and gradient.requires_grad
             ]
@@ -102,12 +139,12 @@ def _coupled(
             first, second = (_sizes(part, kind_of(node) if index < 0 else "") for part in parts)
             position += len(own)
             if first is not None and second is not None and first.shape == second.shape:
-                largest = max(largest, _shared(first, second))
+                largest = max(largest, _weaker_share(first, second))
     return largest
 
 
-def _shared(first: Tensor, second: Tensor) -> float:
-    """Return the largest part that the weaker of two influences has in an entry."""
+def _weaker_share(first: Tensor, second: Tensor) -> float:
+    """Return the largest share that the weaker of two influences has in an entry."""
     small, large = torch.minimum(first, second), torch.maximum(first, second)
     share = torch.where((small > 0) & large.isfinite(), small / large, 0)
     return float(share.max()) if share.numel() else 0.0
@@ -136,7 +173,7 @@ def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[Gradi
         for which in (half, ~half):
             cotangent = _zeros(edge)
             cotangent[which.to(cotangent.device)] = 1.0
-            cotangent *= _weights(cotangent)
+            cotangent *= distinct_numbers(cotangent)
             back = torch.autograd.grad(
                 [edge], [each for each, _ in outputs], [cotangent], retain_graph=True, allow_unused=True
             )
@@ -146,7 +183,7 @@ def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[Gradi
                 if gradient is not None
             ]
             reached.append(torch.stack(rows).sum(0) if rows else torch.zeros(len(half)))
-        largest = max(largest, _shared(*reached))
+        largest = max(largest, _weaker_share(*reached))
     return largest
 
 
@@ -175,6 +212,11 @@ def _zeros(edge: GradientEdge) -> Tensor:
     return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
 
 
-def _weights(part: Tensor) -> Tensor:
-    weights = torch.arange(1.0, part.numel() + 1, device=part.device).cos().reshape(part.shape)
-    return weights.to(part.dtype)
+def _parts(tensors: Sequence[Tensor | None], axes: Sequence[int], which: Tensor) -> Iterator[Tensor]:
+    for tensor, axis in zip(tensors, axes, strict=True):
+        if tensor is not None:
+            yield tensor.index_select(axis, which.nonzero()[:, 0].to(tensor.device))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

@@ -8,19 +8,22 @@ is noted, and its outputs are sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.overrides import get_default_nowrap_functions
 
-__all__ = ["Call", "ModelCall", "Recorder", "Ref", "Source", "Watched", "map_values", "ordinary", "tensors_in"]
+from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors, tensors_in
+from dphero.numerics.generators import torch_generators
 
-_DEPTH = 4
+__all__ = ["Recorder", "Watched", "ordinary", "watched_class"]
+
 _PYTHON = (bool, int, float, complex, torch.Size, tuple, list, np.ndarray)
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _IN_PLACE |= {"__setitem__", "__set__", "__delitem__"}
@@ -30,75 +33,6 @@ _DEVICES = ("cpu", "cuda")
 
 class Watched(Tensor):
     """What all classes of watched tensors have in common; each private model has one of its own."""
-
-
-@dataclass(frozen=True)
-class Ref:
-    """Stands for the tensor with a number."""
-
-    number: int
-
-
-@dataclass
-class Source:
-    """A tensor from which the calls start.
-
-    Attributes:
-        number: Its number.
-        value: A copy.
-        axis: Where it carries the examples; ``None`` if it does not.
-        fold: How many entries along that axis belong to one example.
-        edge: Its place in the graph, if it has a gradient.
-    """
-
-    number: int
-    value: Tensor
-    axis: int | None
-    fold: int = 1
-    edge: GradientEdge | None = None
-
-
-@dataclass
-class Call:
-    """One call of a torch function.
-
-    Attributes:
-        function: The function.
-        args: Its arguments, with numbers in place of tensors that are followed.
-        kwargs: Those with names.
-        results: The numbers of the tensors that it returned, in order; ``None`` for those that are not followed.
-        changes: The numbers of tensors that it changed in place.
-        value: What it returned, if that is no tensor but a value of Python.
-        random: Sets the random generators to where they were, if it drew from them.
-        context: Makes the state of torch in which it ran.
-    """
-
-    function: Any
-    args: Any
-    kwargs: Any
-    results: list[int | None]
-    changes: frozenset[int] = frozenset()
-    value: Any = None
-    random: Callable[[], None] | None = None
-    context: Callable[[], AbstractContextManager[Any]] = ExitStack
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return str(getattr(self.function, "__name__", self.function))
-
-    @property
-    def made(self) -> set[int]:
-        """The numbers of all tensors that it made or changed."""
-        return {number for number in self.results if number is not None} | self.changes
-
-
-@dataclass
-class ModelCall:
-    """A call of the private model: what it was called with, and the sources that it returned."""
-
-    inputs: list[Any]
-    outputs: list[Source] = field(default_factory=list)
 
 
 @dataclass
@@ -173,7 +107,11 @@ class Recorder:
     def model(self, *arguments: Any) -> Iterator[None]:
         """Note with what the model is called; for the model itself, tensors are ordinary ones."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.calls.append(ModelCall(_references(map_values(arguments, self._reference))))
+            self.calls.append(
+                ModelCall(
+                    [each for each in leaves(map_values(arguments, self._reference)) if isinstance(each, Ref | Tensor)]
+                )
+            )
         with ordinary(*arguments):
             yield
 
@@ -186,21 +124,22 @@ class Recorder:
         for tensor in changed:
             self._adopt(tensor)
         noted = map_values((args, kwargs), self._reference)
-        outside = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor) and self.number(each) is None]
-        versions = [each._version for each in outside if not each.is_inference()]
-        generators = _generators(kwargs)
-        self.generators += [each for each in generators if each is kwargs.get("generator")]
+        outside = [each for each in tensors((args, kwargs)) if self.number(each) is None and not each.is_inference()]
+        versions = [each._version for each in outside]
+        own = [each for each in (kwargs.get("generator"),) if isinstance(each, torch.Generator)]
+        self.generators += own
+        generators = torch_generators(own)
         before = [generator.get_state() for generator in generators]
         modes = _torch_modes()
         result = function(*args, **kwargs)
-        if versions != [each._version for each in outside if not each.is_inference()]:
+        if versions != [each._version for each in outside]:
             self.trouble = self.trouble or f"{name} changes a tensor of its own"
         drawn = any(not torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True))
         random = (lambda: _set(generators, before)) if drawn else None
-        tensors = [each for each in _flat(result) if isinstance(each, Tensor)]
-        value = result if not tensors and isinstance(result, _PYTHON) else None
-        if tensors or value is not None or changed:
-            numbers = [self._follow(tensor) for tensor in tensors]
+        found = tensors(result)
+        value = result if not found and isinstance(result, _PYTHON) else None
+        if found or value is not None or changed:
+            numbers = [self._follow(tensor) for tensor in found]
             changes = frozenset(number for tensor in changed if (number := self.number(tensor)) is not None)
             self.calls.append(Call(function, noted[0], noted[1], numbers, changes, value, random, modes))
         self.in_place |= bool(changed)
@@ -260,77 +199,12 @@ def ordinary(*arguments: Any) -> Iterator[None]:
             tensor.__class__ = kind
 
 
-@dataclass
-class _Found:
-    tensors: list[Tensor]
-    arrays: bool = False
-
-
-def tensors_in(value: Any, depth: int = 0, found: _Found | None = None) -> _Found:
-    """Find the tensors in nested containers, data classes and objects; and whether there are arrays."""
-    found = _Found([]) if found is None else found
-    if isinstance(value, Tensor):
-        if not any(value is other for other in found.tensors):
-            found.tensors.append(value)
-    elif isinstance(value, np.ndarray):
-        found.arrays = True
-    elif depth < _DEPTH:
-        parts: Any = ()
-        if isinstance(value, Mapping):
-            parts = value.values()
-        elif isinstance(value, list | tuple | set):
-            parts = value
-        elif is_dataclass(value) and not isinstance(value, type):
-            parts = [getattr(value, each.name) for each in fields(value)]
-        elif hasattr(value, "__dict__"):
-            parts = vars(value).values()
-        for part in parts:
-            tensors_in(part, depth + 1, found)
-    return found
-
-
-def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to the leaves of tuples, lists, dictionaries and slices."""
-    if isinstance(value, torch.Size):
-        return value
-    if isinstance(value, tuple | list):
-        made = [map_values(each, change) for each in value]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, dict):
-        return {key: map_values(each, change) for key, each in value.items()}
-    if isinstance(value, slice):
-        return slice(*(map_values(each, change) for each in (value.start, value.stop, value.step)))
-    return change(value)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    elif isinstance(value, slice):
-        yield from _flat((value.start, value.stop, value.step))
-    else:
-        yield value
-
-
-def _references(value: Any) -> list[Any]:
-    return [each for each in _flat(value) if isinstance(each, Ref | Tensor)]
-
-
 def _changed_in_place(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    changed = [each for each in _flat(kwargs.get("out")) if isinstance(each, Tensor)]
+    changed = tensors(kwargs.get("out"))
     by_name = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if by_name or kwargs.get("inplace") is True:
         changed += [args[0]] if args and isinstance(args[0], Tensor) else []
     return changed
-
-
-def _generators(kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-    own = kwargs.get("generator")
-    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *devices, *([own] if isinstance(own, torch.Generator) else [])]
 
 
 def _set(generators: list[torch.Generator], states: list[Tensor]) -> None:
@@ -351,3 +225,53 @@ def _torch_modes() -> Callable[[], AbstractContextManager[Any]]:
         return stack
 
     return make
+
+
+# -- the class of the tensors that are followed ------------------------------------------------------------------------
+
+
+def watched_class(
+    announce: Callable[[Tensor, Tensor | None], None], recorder: Callable[[], Recorder | None] = lambda: None
+) -> type[Watched]:
+    """Make the class of tensors whose ``backward`` is announced.
+
+    Results become members of the class in place. A view of the result would do as well, but arithmetic in place on a
+    view (``loss /= 2``) hides in the graph which arithmetic it was.
+
+    Args:
+        announce: Called with a tensor that is about to be back-propagated, and with the gradient that was given.
+        recorder: Returns what writes down all calls on these tensors, while there is one.
+    """
+
+    class WatchedTensor(Watched):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is Tensor.backward:
+                announce(args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
+            if func in _AS_PLAIN:
+                return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+            if not all(issubclass(other, Watched) or issubclass(cls, other) for other in types):
+                return NotImplemented
+            recording = recorder() if func not in _UNWATCHED else None
+            with torch._C.DisableTorchFunctionSubclass():
+                if recording is not None:
+                    return recording.call(func, args, kwargs)
+                result = func(*args, **kwargs)
+            if func not in _UNWATCHED:
+                watch(result)
+            return result
+
+    def watch(result: Any) -> None:
+        if type(result) is Tensor:
+            if result.requires_grad:  # what is detached is the user's to keep
+                result.__class__ = WatchedTensor
+        elif isinstance(result, tuple | list):
+            for each in result:
+                watch(each)
+
+    return WatchedTensor
+
+
+_AS_PLAIN = {Tensor.backward, Tensor.__reduce_ex__, Tensor.__deepcopy__}
+_UNWATCHED = get_default_nowrap_functions()

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from dphero.checks.loss.graph import (
     LINEAR,
@@ -20,6 +20,7 @@ from dphero.checks.loss.graph import (
     PRODUCTS,
     SELECTING,
     children_of,
+    is_custom,
     kind_of,
     leaf_of,
     nodes_below,
@@ -27,15 +28,16 @@ from dphero.checks.loss.graph import (
     shape_of,
     signed,
 )
-from dphero.checks.loss.targets import ignores_targets, require_same_targets
 
-__all__ = ["ReductionCheck"]
+__all__ = ["ReductionCheck", "require_same_targets"]
 
 _LOSS_SCALE = 256
 """From here on, a loss that is multiplied by a power of two is taken to be scaled for half precision."""
 
 _RANKING = {"Max", "Min", "Amax", "Amin", "Norm", "LinalgVectorNorm", "Logsumexp", "Std", "Var", "StdMean", "VarMean"}
 _RANKING |= {"Prod", "Median", "Topk", "Kthvalue"}
+_MOST_NODES = 64
+"""How far to look for a cross entropy that ignores targets, from the loss down; it is near."""
 _PAIRS = {"Mm", "Cdist", "EuclideanDist"}
 
 
@@ -67,7 +69,7 @@ class ReductionCheck:
             reduction = reduction_of(node) if children else None
             several = kind in PRODUCTS and len(children) > 1
             linear = not several and (kind in LINEAR or kind in SELECTING)
-            if children and (reduction or not linear or kind == "Sort") and not isinstance(node, BackwardCFunction):
+            if children and (reduction or not linear or kind == "Sort") and not is_custom(node):
                 if not self._is_of_the_batch(node):
                     continue
                 averaged = averaged or reduction == "mean"
@@ -141,7 +143,7 @@ class ReductionCheck:
                     'over the examples; or use reduction="sum", divide by a public constant, and declare '
                     'loss_reduction="sum".'
                 )
-            if ignores_targets(node):
+            if _ignores_targets(node):
                 require_same_targets(node, self._rows)
                 self.ignores_targets = True
 
@@ -239,3 +241,48 @@ def _is_loss_scale(number: float) -> bool:
     """Whether a number is a large power of two, up to rounding."""
     fraction, _ = math.frexp(number)
     return number > 0.9 * _LOSS_SCALE and any(math.isclose(fraction, power, rel_tol=1e-5) for power in (0.5, 1.0))
+
+
+# -- cross entropy that ignores some targets -----------------------------------------------------------------------
+# Its mean is over those that are left, in all examples together, so its divisor depends on all examples, unless each of
+# them ignores the same places. Language models do that: the last word of a block has no next one (``labels=`` in
+# transformers, with blocks that are full).
+
+
+def _ignores_targets(node: Any) -> bool:
+    """Tell whether a node is a cross entropy that leaves out some targets."""
+    return kind_of(node).startswith("NllLoss") and bool((node._saved_target == signed(node._saved_ignore_index)).any())
+
+
+def require_same_targets(loss: Any, rows: int) -> None:
+    """Refuse a mean over targets of which examples ignore different ones.
+
+    Args:
+        loss: The last node of the graph.
+        rows: The number of examples.
+
+    Raises:
+        ValueError: If the divisor depends on what the examples hold.
+    """
+    todo, seen = [loss], 0
+    while todo and seen < _MOST_NODES:
+        node, seen = todo.pop(), seen + 1
+        if kind_of(node).startswith("NllLoss") and reduction_of(node) == "mean":
+            _require_same(node, rows)
+        elif kind_of(node) in LINEAR or is_custom(node):
+            todo += [child for child, _ in children_of(node)]
+
+
+def _require_same(node: Any, rows: int) -> None:
+    ignored = signed(node._saved_ignore_index)
+    left_out = node._saved_target == ignored
+    if left_out.numel() % rows == 0:
+        by_example = left_out.reshape(rows, -1)
+        if torch.equal(by_example, by_example[:1].expand_as(by_example)):
+            return
+    raise ValueError(
+        f"the loss is divided by the number of targets that are not ignore_index={ignored}, and examples ignore "
+        "different ones: that divisor depends on the other examples. Train on blocks that are all full; or use "
+        'reduction="none", take the mean over each example\'s own targets, then over the examples; or use '
+        'reduction="sum", divide by a public constant, and declare loss_reduction="sum".'
+    )

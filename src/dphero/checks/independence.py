@@ -1,0 +1,198 @@
+"""Whether each row of a model's outputs, and its gradient, depends on its own example alone.
+
+Each example is run among others and among copies of itself: what it gives must be the same, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dphero.batch_axis.axis import BatchAxis, compare_shapes
+from dphero.batch_axis.plan import AxisPlan, Traced
+from dphero.checks.gradient_check import gradient_norms
+from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
+from dphero.hooks.snapshot import same
+from dphero.numerics.compare import is_short, largest_gap
+
+__all__ = ["IndependenceCheck"]
+
+_SLACK = 1e-5
+"""Relative difference that rounding may make between runs of the same shape, and"""
+_SLACK_BETWEEN_SIZES = 1e-3
+_SLACK_UNDER_AUTOCAST = 0.05
+"""between runs of different shapes."""
+_SLACK_OF_NORMS = 1e-4
+"""between norms of gradients in runs of the same shape, and"""
+_SLACK_OF_MEANS = 3e-5
+"""between means of the same numbers in another order."""
+_FEW_OUTPUTS = 4
+"""Up to so many outputs that carry the examples are looked at one by one on the way back."""
+_SMALL_GRADIENT = 1e-2
+"""Of the largest norm: rounding shows in what is smaller."""
+_SEEDS = range(6)
+"""What a random model is tried with besides: it may mix examples only now and then."""
+
+
+class IndependenceCheck:
+    """Compares what examples give among different neighbours.
+
+    Args:
+        runs: Runs the model.
+        carrying: Which floating-point tensors that the model returned carry the examples.
+
+    Attributes:
+        unlike: Rows that make other calls among copies of themselves than among others.
+    """
+
+    def __init__(self, runs: ModelRuns, carrying: list[bool]) -> None:
+        self._runs, self._carrying = runs, carrying
+        self.unlike: list[int] = []
+
+    def compare_outputs(self, rows: list[int], mixed: list[list[int]], small: RecordedRun, large: RecordedRun) -> None:
+        """Check that each example gives the same among any neighbours, and that nothing else remembers it."""
+        layouts = {
+            key: compare_shapes(tensor.shape, large.trace.outputs[key].shape, *SIZES)
+            for key, tensor in small.trace.outputs.items()
+            if key in large.trace.outputs and tensor.is_floating_point()
+        }
+        for (label, _, _), layout in layouts.items():
+            if layout is None:
+                raise MixedExamplesError(
+                    f"{label}: its output does not carry the examples in one axis (a matrix of all pairs?). "
+                    "Such a model cannot be made private."
+                )
+        _require_same_state(small, large)
+        self._compare_with_copies(rows, small, layouts)
+        if small.random:
+            for seed in _SEEDS:
+                self._compare_with_copies(rows, self._runs.record(mixed[0], seed=seed), layouts, seed)
+        if small.random:  # dropout draws other numbers at another size
+            small, large = (self._runs.record(rows, training=False) for rows in mixed)
+        if small.random:
+            return
+        for key, tensor in small.trace.outputs.items():
+            other = large.trace.outputs.get(key)
+            layout = None if other is None else compare_shapes(tensor.shape, other.shape, *SIZES)
+            if other is None or layout is None or layout.unbatched or not tensor.is_floating_point():
+                continue
+            places = [mixed[1].index(row) for row in mixed[0]]
+            first, second = layout.split(tensor, SIZES[0]), layout.split(other, SIZES[1])[places]
+            what = "the size of the batch or the order of its examples"
+            short = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+            _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
+
+    def _compare_with_copies(
+        self, rows: list[int], small: RecordedRun, layouts: Mapping[Traced, BatchAxis | None], seed: int | None = None
+    ) -> None:
+        """Check that each example gives the same as among copies of itself."""
+        for position, row in enumerate(rows):
+            alone = self._runs.record([row] * SIZES[0], seed=seed)
+            _require_same_state(small, alone)
+            if seed is None and not alone.trace.calls.keys() <= small.trace.calls.keys():
+                self.unlike.append(row)  # a mask that is left out where no example needs it
+            for key in small.trace.outputs:  # in the order in which they came: the first is the cause
+                layout = layouts.get(key)
+                if layout is None or layout.unbatched or key not in alone.trace.outputs:
+                    continue
+                outputs = [run.trace.outputs[key] for run in (small, alone)]
+                if outputs[0].shape != outputs[1].shape:
+                    raise MixedExamplesError(
+                        f"{key[0]}: the shape of its output depends on the other examples of the batch "
+                        f"({tuple(outputs[0].shape)} and {tuple(outputs[1].shape)}). Pad all batches to one length, "
+                        "not each to its longest example."
+                    )
+                first, second = (layout.split(output, SIZES[0])[position] for output in outputs)
+                try:
+                    _require_close(
+                        key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
+                    )
+                except MixedExamplesError as error:
+                    error.inside = key[1][0] if key[1] is not None and key[1][1] else None
+                    raise
+
+    def compare_gradients(self, plan: AxisPlan, rows: list[int], mixed: list[int], random: bool) -> None:
+        """Check that each example's gradient is what it is among copies of itself: they may meet on the way back.
+
+        Outputs are looked at one by one: beside large logits, a small term over the whole batch would not be noticed.
+        """
+        carrying = [number for number, carries in enumerate(self._carrying) if carries]
+        others = [number for number, carries in enumerate(self._carrying) if not carries]
+        groups = [[number] for number in carrying] if len(carrying) <= _FEW_OUTPUTS else [carrying]
+        for group in [*groups, *([number] for number in others)]:
+            found = self._norms(plan, mixed, group)
+            if not found:  # no gradient flows from there
+                continue
+            _require_same_norms(found, [self._norms(plan, [row] * len(mixed), group) for row in rows])
+            if group[0] in others:
+                self._compare_values(group[0], rows, mixed, random)
+
+    def _norms(self, plan: AxisPlan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
+        call = self._runs.batch.take(rows)
+        return gradient_norms(self._runs.taps, plan, self._runs.snapshot, call, len(rows), self._carrying, only)
+
+    def _compare_values(self, number: int, rows: list[int], mixed: list[int], random: bool) -> None:
+        """Check that an output without the examples is a mean, or a sum, over them.
+
+        Then its value for a batch is the mean of its values for batches of copies of each example.
+        """
+
+        def value(rows: list[int]) -> Tensor | None:
+            run = self._runs.record(rows, training=not random)
+            return run.values[number] if number < len(run.values) and not run.random else None
+
+        together = value(mixed)
+        alone = [each for row in rows if (each := value([row] * len(mixed))) is not None]
+        if together is None or not together.numel() or [each.shape for each in alone] != [together.shape] * len(rows):
+            return
+        mean = torch.stack([alone[position % len(rows)].double() for position in range(len(mixed))]).mean(0)
+        gap = float((together.double() - mean).abs().max())
+        scale = max(float(each.abs().max()) for each in alone)
+        slack = _SLACK_UNDER_AUTOCAST if is_short(together) else _SLACK_OF_MEANS
+        if math.isfinite(gap) and gap > slack * scale:
+            raise MixedExamplesError(
+                f"the model returns a tensor of shape {tuple(together.shape)} (its output {number + 1}) that "
+                f"does not carry the examples and is no mean over them either: by {gap / scale:.2g} of its size it "
+                "depends on how they are put together. A loss that uses it would mix them. Balance experts or the like "
+                "for each example by itself, then take the mean; or do not return it (output_router_logits=False), or "
+                "detach() it."
+            )
+
+
+def _require_same_norms(together: dict[str, Tensor], alone: list[dict[str, Tensor]]) -> None:
+    """Refuse a model whose per-example gradients are others among other examples than among copies."""
+    largest = max((float(each.max()) for each in together.values()), default=0.0)
+    for position, norms in enumerate(alone):
+        for name in [name for name in together if name in norms]:
+            pair = float(together[name][position]), float(norms[name][position])
+            gap, scale = abs(pair[0] - pair[1]), max(*pair, _SMALL_GRADIENT * largest)
+            slack = _SLACK_UNDER_AUTOCAST if is_short(together[name]) else _SLACK_OF_NORMS
+            if math.isfinite(gap) and gap > slack * scale:
+                raise MixedExamplesError(
+                    f"an example's gradient for {name!r} depends on the other examples of the batch; it changes by "
+                    f"{gap / scale:.2g} of its size. Such a model cannot be made private. If it returns its loss, "
+                    "that must be a mean over the examples; so must a term that it returns beside its outputs."
+                )
+
+
+def _require_same_state(first: RecordedRun, second: RecordedRun) -> None:
+    for name in first.written.keys() | second.written.keys():
+        pair = (first.written.get(name), second.written.get(name))
+        if pair[0] is None or pair[1] is None or not same(pair[0], pair[1]):
+            raise ValueError(
+                f"{name} is written from the data during training and would be published with the model. Replace that "
+                "layer (dphero.fix replaces batch and instance norms) or switch its statistics off."
+            )
+
+
+def _require_close(label: str, first: Tensor, second: Tensor, what: str, slack: float = 0.0) -> None:
+    gap, scale = largest_gap(first, second)
+    if gap > max(_SLACK, slack, torch.finfo(first.dtype).eps) * scale:
+        raise MixedExamplesError(
+            f"{label}: an example's output depends on {what}; it changes by {gap / max(scale, 1e-30):.2g} of its size. "
+            "Such a model cannot be made private: use per-example statistics (GroupNorm, LayerNorm) and keep the batch "
+            "axis first."
+        )

@@ -1,0 +1,142 @@
+"""What is written down of a loop: calls of torch functions, what they start from, and the values in their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+__all__ = ["Call", "ModelCall", "Ref", "Source", "leaves", "map_values", "tensors", "tensors_in"]
+
+_DEPTH = 4
+"""How deep tensors are looked for in containers and objects."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for the tensor with a number."""
+
+    number: int
+
+
+@dataclass
+class Source:
+    """A tensor from which the calls start.
+
+    Attributes:
+        number: Its number.
+        value: A copy.
+        axis: Where it carries the examples; ``None`` if it does not.
+        fold: How many entries along that axis belong to one example.
+        edge: Its place in the graph, if it has a gradient.
+    """
+
+    number: int
+    value: Tensor
+    axis: int | None
+    fold: int = 1
+    edge: GradientEdge | None = None
+
+
+@dataclass
+class Call:
+    """One call of a torch function.
+
+    Attributes:
+        function: The function.
+        args: Its arguments, with numbers in place of tensors that are followed.
+        kwargs: Those with names.
+        results: The numbers of the tensors that it returned, in order; ``None`` for those that are not followed.
+        changes: The numbers of tensors that it changed in place.
+        value: What it returned, if that is no tensor but a value of Python.
+        random: Sets the random generators to where they were, if it drew from them.
+        context: Makes the state of torch in which it ran.
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: list[int | None]
+    changes: frozenset[int] = frozenset()
+    value: Any = None
+    random: Callable[[], None] | None = None
+    context: Callable[[], AbstractContextManager[Any]] = ExitStack
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(getattr(self.function, "__name__", self.function))
+
+    @property
+    def made(self) -> set[int]:
+        """The numbers of all tensors that it made or changed."""
+        return {number for number in self.results if number is not None} | self.changes
+
+
+@dataclass
+class ModelCall:
+    """A call of the private model: what it was called with, and the sources that it returned."""
+
+    inputs: list[Any]
+    outputs: list[Source] = field(default_factory=list)
+
+
+@dataclass
+class _Found:
+    tensors: list[Tensor]
+    arrays: bool = False
+
+
+def tensors_in(value: Any, depth: int = 0, found: _Found | None = None) -> _Found:
+    """Find the tensors in nested containers, data classes and objects; and whether there are arrays."""
+    found = _Found([]) if found is None else found
+    if isinstance(value, Tensor):
+        if not any(value is other for other in found.tensors):
+            found.tensors.append(value)
+    elif isinstance(value, np.ndarray):
+        found.arrays = True
+    elif depth < _DEPTH:
+        parts: Any = ()
+        if isinstance(value, Mapping):
+            parts = value.values()
+        elif isinstance(value, list | tuple | set):
+            parts = value
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = [getattr(value, each.name) for each in fields(value)]
+        elif hasattr(value, "__dict__"):
+            parts = vars(value).values()
+        for part in parts:
+            tensors_in(part, depth + 1, found)
+    return found
+
+
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to the leaves of tuples, lists, dictionaries and slices."""
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple | list):
+        made = [map_values(each, change) for each in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {key: map_values(each, change) for key, each in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_values(each, change) for each in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of tuples, lists, dictionaries and slices."""
+    found: list[Any] = []
+    map_values(value, found.append)
+    return found
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors among these leaves."""
+    return [each for each in leaves(value) if isinstance(each, Tensor)]

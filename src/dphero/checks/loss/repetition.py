@@ -1,0 +1,180 @@
+"""Make the calls that led to a loss again, with other examples in place of some."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors
+from dphero.checks.loss.recorder import Recorder
+from dphero.numerics.generators import generators_restored
+
+__all__ = ["SLACK", "RepeatedPass", "Repetition", "axis_of_rows", "by_row"]
+
+SLACK = 1e-5
+"""Relative change of a row that rounding may bring about."""
+
+
+class _Failed:
+    """In place of a result of a call that could not be repeated."""
+
+
+@dataclass
+class RepeatedPass:
+    """What one repetition gives.
+
+    Attributes:
+        loss: The loss.
+        gradients: At the outputs that have one, in the order of the sources.
+        inputs: What the model was called with, call by call.
+        orders: For each of these calls, which row of the first pass each row is.
+        python: What left torch, by the number of the call.
+    """
+
+    loss: Any
+    gradients: list[Tensor | None]
+    inputs: list[list[Any]]
+    orders: list[Tensor]
+    python: dict[int, Any]
+
+
+class Repetition:
+    """Makes the calls of a recorder again, with other examples in place of some.
+
+    Args:
+        recorder: The calls.
+        target: The number of the loss.
+        gradient: What is back-propagated from it, if that was given.
+    """
+
+    def __init__(self, recorder: Recorder, target: int, gradient: Tensor | None) -> None:
+        self._recorder, self._target = recorder, target
+        self._gradient = None if gradient is None else map_values(gradient, recorder._reference)
+
+    def run(self, index: Tensor, plain: RepeatedPass | None) -> RepeatedPass | None:
+        """Make all calls again with other rows; ``None`` if they do not lead to the loss.
+
+        Args:
+            index: For each row, the row whose example is there.
+            plain: The pass in which nothing was replaced.
+        """
+        recorder, values = self._recorder, {}
+        starts: list[Tensor] = []
+        returned = {source.number for call in recorder.calls if isinstance(call, ModelCall) for source in call.outputs}
+        for source in recorder.sources:
+            if source.number not in returned:
+                values[source.number] = self._start(source, index, starts)
+        inputs: list[list[Any]] = []
+        orders: list[Tensor] = []
+        python: dict[int, Any] = {}
+        with generators_restored(recorder.generators):
+            for place, call in enumerate(recorder.calls):
+                if isinstance(call, ModelCall):
+                    inputs.append([_value(values, each) for each in call.inputs])
+                    before = inputs[-1] if plain is None else plain.inputs[len(inputs) - 1]
+                    orders.append(_order(before, inputs[-1], index))
+                    for source in call.outputs:
+                        values[source.number] = self._start(source, orders[-1].clamp(min=0), starts)
+                else:
+                    self._make(call, place, values, python)
+            try:
+                return self._finish(values, starts, inputs, orders, python)
+            except (RuntimeError, ValueError, TypeError):
+                return None
+
+    def _start(self, source: Source, index: Tensor, starts: list[Tensor]) -> Tensor:
+        value = _take(source, index)
+        if source.edge is not None:
+            value = value.detach().requires_grad_()
+            starts.append(value)
+        return value.clone() if self._recorder.in_place else value
+
+    def _make(self, call: Call, place: int, values: dict[int, Any], python: dict[int, Any]) -> None:
+        args, kwargs = (map_values(each, lambda x: _value(values, x)) for each in (call.args, call.kwargs))
+        if any(isinstance(each, _Failed) for each in leaves((args, kwargs))):
+            result: Any = _Failed()
+        else:
+            try:
+                if call.random is not None:
+                    call.random()
+                with call.context():
+                    result = call.function(*args, **kwargs)
+            except Exception:
+                result = _Failed()
+        if call.value is not None:
+            python[place] = result
+        found = tensors(result)
+        for position, number in enumerate(call.results):
+            if number is not None:
+                values[number] = found[position] if len(found) == len(call.results) else _Failed()
+        if isinstance(result, _Failed):
+            values |= {number: result for number in call.changes}
+
+    def _finish(
+        self,
+        values: dict[int, Any],
+        starts: list[Tensor],
+        inputs: list[list[Any]],
+        orders: list[Tensor],
+        python: dict[int, Any],
+    ) -> RepeatedPass | None:
+        loss = values.get(self._target)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return None
+        given = _value(values, self._gradient)
+        if given is None and loss.numel() > 1:
+            return None
+        with torch.enable_grad():
+            found = torch.autograd.grad(loss, starts, given, allow_unused=True)
+        return RepeatedPass(loss.detach(), list(found), inputs, orders, python)
+
+
+def _take(source: Source, index: Tensor) -> Tensor:
+    """Return a source with other rows."""
+    if source.axis is None or bool((index == torch.arange(len(index))).all()):
+        return source.value
+    if source.fold > 1:
+        index = (index[:, None] * source.fold + torch.arange(source.fold)).flatten()
+    return source.value.index_select(source.axis, index.to(source.value.device))
+
+
+def _order(before: list[Any], after: list[Any], index: Tensor) -> Tensor:
+    """Return, for each row that the model is called with, which row of the first pass it is; -1 if it is none of them.
+
+    Rows mostly stay where they are. But a loop may also sort its examples, or turn their order round.
+    """
+    rows = len(index)
+    pairs = [
+        (by_row(first.detach(), axis, rows).double(), by_row(second.detach(), axis, rows).double())
+        for first, second in zip(before, after, strict=True)
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and first is not second
+        if first.shape == second.shape and not first.is_complex() and (axis := axis_of_rows(first, rows)) is not None
+    ]
+    if not pairs:
+        return index
+    first, second = (torch.cat([pair[side].cpu() for pair in pairs], 1).nan_to_num() for side in (0, 1))
+    stays = index == torch.arange(rows)
+    scale = first.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
+    if bool(((first - second).abs().amax(1) <= SLACK * scale)[stays].all()):
+        return index
+    gaps, places = torch.cdist(second / scale, first / scale, p=math.inf).min(1)
+    return torch.where(gaps <= SLACK, places, -1)
+
+
+def axis_of_rows(value: Tensor, rows: int) -> int | None:
+    """Return where a tensor carries the examples, as far as its shape tells."""
+    places = [axis for axis, size in enumerate(value.shape[:2]) if size == rows]
+    return places[0] if places else 0 if value.dim() and value.shape[0] and value.shape[0] % rows == 0 else None
+
+
+def by_row(value: Tensor, axis: int, rows: int) -> Tensor:
+    """Return a tensor as a matrix with a row for each example."""
+    return value.movedim(axis, 0).reshape(rows, -1)
+
+
+def _value(values: dict[int, Any], each: Any) -> Any:
+    return values.get(each.number, _Failed()) if isinstance(each, Ref) else each
