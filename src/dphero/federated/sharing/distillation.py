@@ -3,7 +3,8 @@
 =======================  ==============================================================================================
 ``generated``            images drawn from a generator that was trained with DP: post-processing, nothing further to pay
 ``distilled``            FedFed's idea, priced: x_p = x − q(x), clipped for each image, with noise of its own, twice,
-                         and the label noised along; q trained with DP; all of it charged
+                         and the label noised along; q trained with DP, jointly with a classifier of x_p, as FedFed
+                         does; all of it charged
 ``distilled-published``  FedFed as published: x_p unclipped, one noise for a batch of images, labels in the clear, q
                          trained without privacy. ε = ∞; for study, with consent
 =======================  ==============================================================================================
@@ -17,21 +18,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from dphero.accounting import Gaussian, Ledger, NoNoise, PoissonGaussian, calibrate_noise_multiplier, price
 from dphero.data import Data, Split
 from dphero.federated.settings import Federation
-from dphero.federated.sharing.generator import generator_steps, rows_of, train_generator
+from dphero.federated.sharing.distiller import COPIES, Distiller
+from dphero.federated.sharing.generator import Generator
+from dphero.federated.sharing.private_training import releases, rows_of, train
 from dphero.methods.recipe import Recipe
 from dphero.noise import FastNoise, SecureNoise
 
 __all__ = ["share"]
 
+Network = TypeVar("Network", Distiller, Generator)
+
 _SLOTS = 200  # images that a client gives, of each copy
 _REACH = 1.0  # R: the longest x_p that is given in full, in units of pixels, which lie between -1 and 1
-_PUBLISHED = (0.15, 0.25)  # FedFed's two noises
 _BATCH = 64  # images that have one noise in common there
 
 
@@ -51,19 +56,34 @@ def share(
     lot = min(recipe.lot, records)
     if federation.shared == "distilled-published":
         return _published(data, records, lot)
-    rate, steps = lot / records, generator_steps(records, lot)
+    rate, steps = lot / records, releases(records, lot)
     distilled = federation.shared == "distilled"
     training, giving = _noise_multipliers(recipe, federation, earlier, rate, steps, distilled)
-    model, released = train_generator(
-        data.train, len(data.classes), records=records, lot=lot, noise_multiplier=training, seed=seed
-    )
-    if not distilled:
-        labels = torch.arange(_SLOTS) % len(data.classes)
-        generator = torch.Generator()
-        generator.seed() if seed is None else generator.manual_seed(seed)  # of the images: nothing secret
-        return _as_images(model.draw(labels, generator), labels, data), released
-    rows = rows_of(data.train, len(data.classes))[:_SLOTS]
-    sensitive = rows[:, : model.size] - model.remember(rows)
+    rows = rows_of(data.train, len(data.classes))
+    settings: dict[str, Any] = {"records": records, "lot": lot, "noise_multiplier": training, "seed": seed}
+    if distilled:
+        distiller = _untrained(Distiller, data)
+        released = train(distiller, rows, **settings)
+        return _distilled(distiller, rows[:_SLOTS], records, giving, released, seed, data), released
+    generator, labels = _untrained(Generator, data), torch.arange(_SLOTS) % len(data.classes)
+    released = train(generator, rows, **settings)
+    source = torch.Generator()
+    source.seed() if seed is None else source.manual_seed(seed)  # of the images: nothing secret
+    return _as_images(generator.draw(labels, source), labels, data), released
+
+
+def _untrained(kind: type[Network], data: Data) -> Network:
+    """Return a network with public initial weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(data.train.images[0].numel(), len(data.classes))
+
+
+def _distilled(
+    model: Distiller, rows: torch.Tensor, records: int, sigma: float, released: Ledger, seed: int | None, data: Data
+) -> Split:
+    """Return two noisy copies of clipped x_p and labels; what they release goes to the ledger."""
+    sensitive = model.sensitive(rows)
     reach = _REACH * (1 - 1e-6)  # lengths are rounded
     sensitive *= (reach / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
     slots = torch.zeros(min(_SLOTS, records), rows.shape[1], dtype=torch.float64)
@@ -73,22 +93,21 @@ def share(
     source = SecureNoise() if seed is None else FastNoise(seed ^ 0xFEDFED)
     for number in range(2):
         noisy = torch.empty_like(slots)
-        released.record(Gaussian(giving))
-        source.fill([noisy], giving * math.sqrt(2), number, bound_to=[slots])
+        released.record(Gaussian(sigma))
+        source.fill([noisy], sigma * math.sqrt(2), number, bound_to=[slots])
         copies.append((slots + noisy).float())
     both = torch.cat(copies)
-    return _as_images(_REACH * both[:, : model.size], both[:, model.size :].argmax(1), data), released
+    return _as_images(_REACH * both[:, : model.size], both[:, model.size :].argmax(1), data)
 
 
 def _published(data: Data, records: int, lot: int) -> tuple[Split, Ledger]:
     """Give what FedFed's code gives."""
-    model, ledger = train_generator(
-        data.train, len(data.classes), records=records, lot=lot, noise_multiplier=None, seed=None
-    )
-    rows = rows_of(data.train, len(data.classes))[:_SLOTS]
-    sensitive = rows[:, : model.size] - model.remember(rows)
+    rows = rows_of(data.train, len(data.classes))
+    model = _untrained(Distiller, data)
+    ledger = train(model, rows, records=records, lot=lot, noise_multiplier=None, seed=None)
+    sensitive = model.sensitive(rows[:_SLOTS])
     copies = []
-    for scale in _PUBLISHED:
+    for scale in COPIES:
         parts = [part + scale * torch.randn(part.shape[1]) for part in sensitive.split(_BATCH)]
         copies.append(torch.cat(parts))
     ledger.record(NoNoise())  # labels in the clear, and r(a) − r(b) without noise within a batch
