@@ -1,125 +1,234 @@
-"""Federated training on MNIST: accuracy against how unevenly the data is held, with true per-client ε; and its cost.
+"""Federated training on MNIST, measured: each part writes its table to results/federated-….md.
 
-    python benchmarks/federated.py table    # IID and Dirichlet(50, 10, 1, 0.1), 3 seeds each: results/federated.md
-    python benchmarks/federated.py scale    # 10, 100, 1000 virtual clients, 10 sampled: results/federated-scale.md
+    python benchmarks/federated.py table       # IID and Dirichlet(50, 10, 1, 0.1), three seeds, true ε of each client
+    python benchmarks/federated.py strategies  # without privacy, Dirichlet(0.5): FedAvg, FedProx, SCAFFOLD, FedNova
+    python benchmarks/federated.py scale       # 10, 100 and 1000 virtual clients, 10 of them in a round
+    python benchmarks/federated.py sharing     # FedFed's shared data sets beside none
 
-Every run is `dphero federate` in processes of its own. Runs that are there already are not repeated, so that a
-measurement that was stopped goes on. Without arguments: both.
+Every run is `dphero federate` in processes of its own. Runs that are finished are not repeated, and one that was
+stopped goes on, so a measurement can be stopped and started again; several may run beside each other, one for each
+`--seed`, and the last to end writes the whole table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 PARTITIONS = {
-    "IID": ["--partition", "iid"],
-    **{f"Dirichlet({alpha})": ["--partition", "dirichlet", "--alpha", str(alpha)] for alpha in (50, 10, 1, 0.1)},
+    "IID": "--partition iid",
+    **{f"Dirichlet({alpha})": f"--partition dirichlet --alpha {alpha}" for alpha in (50, 10, 1, 0.1)},
 }
 LOOPBACK = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "ns"]
+STRATEGIES = {"fedavg": 98.89, "fedprox": 99.02, "scaffold": 99.07, "fednova": 98.03}  # Flower's niid_bench, best round
+SHARED = ("none", "generated", "distilled", "distilled-published")
 
 
-def federate(out: Path, *settings: str) -> dict:
-    """Run a federation, or read the result of one that is finished."""
+def federate(out: Path, settings: str) -> tuple[dict, float | None]:
+    """Run a federation, or read the result of one that is finished; return it and its peak memory in MB."""
+    peak = None
     if not (out / "result.json").exists():
-        command = [sys.executable, "-m", "dphero.cli", "federate", "--json"]
         inside = LOOPBACK if subprocess.run([*LOOPBACK, "true"], capture_output=True).returncode == 0 else []
         begun = (out / "checkpoint.pt").exists()
-        subprocess.run(
-            [*inside, *command, *(["--resume", str(out)] if begun else [*settings, "--out", str(out)])],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-    return json.loads((out / "result.json").read_text())
+        chosen = ["--resume", str(out)] if begun else [*settings.split(), "--out", str(out)]
+        command = [*inside, sys.executable, "-m", "dphero.cli", "federate", "--json", "--workers", "1", *chosen]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        watch = Memory(process.pid)
+        if process.wait():
+            raise SystemExit(f"failed: {' '.join(command)}")
+        peak = watch.stop()
+        (out / "peak.json").write_text(json.dumps({"peak": peak}))
+    elif (out / "peak.json").exists():
+        peak = json.loads((out / "peak.json").read_text())["peak"]
+    return json.loads((out / "result.json").read_text()), peak
 
 
-def table(runs: Path, seeds: int, rounds: int, epsilon: float) -> None:
-    settings = [
-        "--data",
-        "mnist",
-        "--clients",
-        "10",
-        "--sampled",
-        "5",
-        "--rounds",
-        str(rounds),
-        "--epsilon",
-        f"{epsilon:g}",
-    ]
-    found: dict[str, list[dict]] = {name: [] for name in PARTITIONS}
-    for seed in range(1, seeds + 1):
-        for name, partition in PARTITIONS.items():
-            out = runs / f"{name.lower().replace('(', '-').rstrip(')')}-{seed}"
-            found[name].append(federate(out, *settings, *partition, "--seed", str(seed)))
-            print(f"{name}, seed {seed}: {found[name][-1]['accuracy']:.2%}", flush=True)
-            write_table(found, settings)
+class Memory(threading.Thread):
+    """Looks, every two seconds, at what a process and all that it started hold in memory together."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self.process, self.peak, self.over = process, 0.0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(2):
+            self.peak = max(self.peak, sum(map(proportional, tree(self.process))) / 1024)
+
+    def stop(self) -> float:
+        self.over.set()
+        self.join()
+        return round(self.peak)
 
 
-def write_table(found: dict[str, list[dict]], settings: list[str]) -> None:
-    lines = [
-        f"`dphero federate {' '.join(settings)}`",
-        "",
-        "Tanh network, DP-Hero SGD, lots of 256, one local epoch; test accuracy, mean ± standard deviation over seeds.",
-        "ε is each client's over all rounds, at δ = 1e-5, largest and median over clients and seeds; declined: clients",
-        "that ran out of budget, in the mean.",
-        "",
-        "| partition | accuracy | seeds | ε largest | ε median | declined |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, runs in found.items():
-        if runs:
-            accuracies = [100 * run["accuracy"] for run in runs]
-            spread = f" ± {statistics.stdev(accuracies):.2f}" if len(runs) > 1 else ""
-            largest = max(run["epsilon"] for run in runs)
-            median = statistics.median(run["epsilon_median"] for run in runs)
-            declined = statistics.mean(len(run["declined"]) for run in runs)
-            lines.append(
-                f"| {name} | {statistics.mean(accuracies):.2f}{spread} | {len(runs)} | {largest:.3f} | {median:.3f} | "
-                f"{declined:.1f} |"
+def tree(root: int) -> list[int]:
+    """A process and all that it started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+    found = [root]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+def proportional(process: int) -> int:
+    """Its memory in kB; what several processes share counts for each of them in part."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def rounds_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(name: str, heading: list[str], header: str, rows: list[str]) -> None:
+    rule = "|" + "---|" * (header.count("|") - 1)
+    (RESULTS / f"federated-{name}.md").write_text("\n".join([*heading, "", header, rule, *rows]) + "\n")
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+# -- the paper's table ---------------------------------------------------------------------------------------------
+
+TABLE = "--data mnist --clients 10 --sampled 5 --rounds 10 --epsilon 8"
+
+
+def table(runs: Path, seeds: list[int], methods: list[str]) -> None:
+    for method in methods:
+        for seed in seeds:
+            for name, partition in PARTITIONS.items():
+                settings = f"{TABLE} --method {method} {partition} --seed {seed}"
+                result, _ = federate(runs / folder(method, name, seed), settings)
+                say(
+                    f"{method}, {name}, seed {seed}: {result['accuracy']:.2%}, ε largest {result['epsilon']:.3f}, "
+                    f"median {result['epsilon_median']:.3f}, declined {len(result['declined'])}, "
+                    f"{result['seconds']:.0f} s"
+                )
+                write_table(runs, methods)
+
+
+def folder(method: str, name: str, seed: int) -> str:
+    return f"{method}-{name.lower().replace('(', '-').rstrip(')')}-{seed}"
+
+
+def write_table(runs: Path, methods: list[str]) -> None:
+    rows = []
+    for method in methods:
+        for name in PARTITIONS:
+            found = [
+                json.loads(path.read_text())
+                for path in sorted(runs.glob(folder(method, name, 0)[:-1] + "[0-9]/result.json"))
+            ]
+            if not found:
+                continue
+            accuracies = [100 * each["accuracy"] for each in found]
+            spread = f" ± {statistics.stdev(accuracies):.2f}" if len(found) > 1 else ""
+            spent = [epsilon for each in found for epsilon in each["clients"].values()]
+            declined = statistics.mean(len(each["declined"]) for each in found)
+            seconds = statistics.mean(each["seconds"] for each in found)
+            rows.append(
+                f"| {method} | {name} | {statistics.mean(accuracies):.2f}{spread} | {len(found)} | "
+                f"{max(spent):.3f} | {statistics.median(spent):.3f} | {declined:.1f} | {seconds:.0f} |"
             )
-    (RESULTS / "federated.md").write_text("\n".join(lines) + "\n")
+    heading = [
+        f"`dphero federate {TABLE}`, tanh network, lots of 256, one local epoch a round. Test accuracy in %,",
+        "mean ± standard deviation over seeds. ε is that of a client over all rounds, at δ = 1e-5: the largest and the",
+        "median over all clients that answered, of all seeds. Declined: clients that ran out of budget, in the mean.",
+    ]
+    header = "| method | partition | accuracy | seeds | ε largest | ε median | declined | seconds |"
+    write("table", heading, header, rows)
+
+
+# -- strategies without privacy ------------------------------------------------------------------------------------
+
+
+def strategies(runs: Path, rounds: int) -> None:
+    common = f"--data mnist --model lenet --method sgd --clients 10 --sampled 10 --rounds {rounds}"
+    common += " --partition dirichlet --alpha 0.5 --lot 64 --lr 0.1 --momentum 0 --seed 1"
+    rows = []
+    for strategy, published in STRATEGIES.items():
+        out = runs / f"strategy-{strategy}-{rounds}"
+        result, _ = federate(out, f"{common} --strategy {strategy} --proximal-mu 0.01")
+        accuracies = [100 * each["accuracy"] for each in rounds_of(out)]
+        say(f"{strategy}: best {max(accuracies):.2f}, last {accuracies[-1]:.2f}, {result['seconds']:.0f} s")
+        rows.append(f"| {strategy} | {max(accuracies):.2f} | {accuracies[-1]:.2f} | {rounds} | {published:.2f} |")
+        heading = [f"`dphero federate {common}`: without privacy, one local epoch a round. Accuracy in %."]
+        write("strategies", heading, "| strategy | best round | last round | rounds | niid_bench |", rows)
+
+
+# -- scale ---------------------------------------------------------------------------------------------------------
 
 
 def scale(runs: Path) -> None:
-    lines = [
-        "10 clients are sampled in each of 4 rounds. MNIST has 60,000 records for all clients together: of 10, each",
-        "trains for 188 steps a round, of 100 for 19, of 1000 for 2. Memory is the largest process's peak.",
-        "",
-        "| clients | seconds a round | seconds until the end of the first round | memory (MB) |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for clients in (10, 100, 1000):
         out = runs / f"scale-{clients}"
-        federate(
-            out, "--data", "mnist", "--clients", str(clients), "--sampled", "10", "--rounds", "4", "--lot", "32",
-            "--lr", "0.5", "--momentum", "0", "--noise-multiplier", "1", "--accountant", "rdp", "--seed", "1",
-        )  # fmt: skip
-        times = [json.loads(line)["seconds"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        settings = f"--data mnist --clients {clients} --sampled 10 --rounds 4 --lot 32 --lr 0.5 --momentum 0"
+        settings += f" --local-epochs {clients / 1000:g}"  # 2 steps, whatever a client holds
+        _, peak = federate(out, f"{settings} --noise-multiplier 1 --accountant rdp --seed 1")
+        times = [each["seconds"] for each in rounds_of(out)]
         each = (times[-1] - times[0]) / (len(times) - 1)
-        print(f"{clients} clients: {each:.2f} s a round, {times[0]:.1f} s until the end of the first", flush=True)
-        lines.append(f"| {clients} | {each:.2f} | {times[0]:.1f} | {peak:.0f} |")
-        (RESULTS / "federated-scale.md").write_text("\n".join(lines) + "\n")
+        say(f"{clients} clients: {each:.2f} s a round, {times[0]:.1f} s until the end of the first, {peak} MB")
+        rows.append(f"| {clients} | {each:.2f} | {times[0]:.1f} | {peak} |")
+        heading = [
+            "10 clients are sampled in each of 4 rounds, and each takes 2 steps of 32 examples, whatever it holds.",
+            "Memory is the peak of all processes of the run together: the server, Ray, and one worker for all clients.",
+        ]
+        write("scale", heading, "| clients | seconds a round | seconds until the first is done | memory (MB) |", rows)
+
+
+# -- FedFed's shared data ------------------------------------------------------------------------------------------
+
+
+def sharing(runs: Path) -> None:
+    common = "--data mnist --clients 10 --sampled 5 --rounds 5 --partition dirichlet --alpha 0.1 --seed 1"
+    rows = []
+    for shared in SHARED:
+        price = "--epsilon 8" if shared != "distilled-published" else "--noise-multiplier 0.8 --unsound"
+        out = runs / f"shared-{shared}"
+        result, _ = federate(out, f"{common} --shared {shared} {price}")
+        epsilon = "∞" if result["epsilon"] is None else f"{result['epsilon']:.3f}"
+        accuracies = [f"{100 * each['accuracy']:.2f}" for each in rounds_of(out)]
+        say(f"{shared}: {', '.join(accuracies)}, ε {epsilon}, {result['seconds']:.0f} s")
+        rows.append(f"| {shared} | {' | '.join(accuracies)} | {epsilon} |")
+        heading = [f"`dphero federate {common}`, ε = 8 for each client. Accuracy in % after each round."]
+        numbers = " | ".join(str(number) for number in range(1, 6))
+        write("sharing", heading, f"| `--shared` | {numbers} | ε largest |", rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("table", "scale", "both"), default="both")
+    parser.add_argument("part", choices=("table", "strategies", "scale", "sharing"))
     parser.add_argument("--runs", type=Path, default=Path("runs/federated"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, action="append", help="of table; 1, 2 and 3 unless given")
+    parser.add_argument("--method", action="append", help="of table; dp-hero and dp-sgd unless given")
+    parser.add_argument("--rounds", type=int, default=10, help="of strategies")
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    if options.what in ("table", "both"):
-        table(options.runs, options.seeds, options.rounds, options.epsilon)
-    if options.what in ("scale", "both"):
+    if options.part == "table":
+        table(options.runs, options.seed or [1, 2, 3], options.method or ["dp-hero", "dp-sgd"])
+    elif options.part == "strategies":
+        strategies(options.runs, options.rounds)
+    elif options.part == "scale":
         scale(options.runs)
+    else:
+        sharing(options.runs)
 
 
 if __name__ == "__main__":
