@@ -74,3 +74,26 @@ def test_what_is_wrong_is_said_in_a_line(arguments, message, tmp_path, monkeypat
     assert found.exit_code == 2
     assert message in found.stderr.strip().splitlines()[-1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_simulation_whose_ray_fails_says_so_and_ends(tmp_path, monkeypatch):
+    def run_simulation(*, server_app, **options):
+        try:
+            raise Exception("The node timed out.")
+        except Exception as cause:
+            raise RuntimeError("An error was encountered.") from cause
+
+    monkeypatch.setattr("dphero.federated.simulation.run_simulation", run_simulation)
+    found = CliRunner().invoke(app, ["federate", *SETTINGS, "--out", str(tmp_path / "run")])
+    assert found.exit_code == 2
+    assert "Ray, which runs the simulated clients, failed: The node timed out." in found.output
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
+def test_nobody_waits_for_clients_when_ray_has_failed():
+    from dphero.federated.server.rounds import Roster
+
+    roster = Roster()
+    roster.abandoned = True
+    with pytest.raises(ConnectionError):
+        roster.wait(None, 3, patience=600)

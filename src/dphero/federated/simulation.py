@@ -20,7 +20,7 @@ from flwr.simulation import run_simulation
 from dphero import data as datasets
 from dphero.data import Data, Split
 from dphero.experiments.runs.rundir import RunDirectory
-from dphero.experiments.stopping import stoppable
+from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.federated.client.app import make_client_app
 from dphero.federated.client.training_round import Client
 from dphero.federated.directory import federation_of
@@ -53,6 +53,7 @@ def simulate(
 
     Raises:
         Interrupted: If the process was asked to stop; the run was saved after its round.
+        OSError: If Ray could not be started, or failed.
         ValueError: For settings that cannot be trained.
     """
     if directory.result is not None:
@@ -70,7 +71,7 @@ def simulate(
             server.run(grid)
 
         client_app = simulated_clients(directory.recipe, federation, home)
-        with _quietly():
+        with _quietly(), _readably(server):
             run_simulation(
                 server_app=server_app,
                 client_app=client_app,
@@ -78,6 +79,30 @@ def simulate(
                 backend_config=_backend(workers or os.cpu_count() or 1),
             )
         return server.finish()
+
+
+@contextmanager
+def _readably(server: Server) -> Iterator[None]:
+    """Say in one line why Ray failed; the server, which waits for clients in a thread, ends too.
+
+    Raises:
+        OSError: If it did.
+    """
+    try:
+        yield
+    except Interrupted:
+        raise
+    except RuntimeError as error:
+        server.roster.abandoned = True
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        path = server.directory.checkpoint
+        again = f" Go on with: dphero federate --resume {path.parent}" if path.exists() else ""
+        raise OSError(
+            f"Ray, which runs the simulated clients, failed: {cause} A machine that is busy or short of memory may "
+            f"need another try, with fewer --workers.{again}"
+        ) from error
 
 
 def _draw(directory: RunDirectory, federation: Federation, data: Data) -> None:
@@ -127,13 +152,18 @@ def _backend(workers: int) -> dict[str, Any]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Let Flower and Ray say only what went wrong: the rounds have a display of their own."""
-    found = {"RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    """Let Flower and Ray keep to themselves what they do: the rounds have a display, and errors come as exceptions."""
+    found = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_BACKEND_LOG_LEVEL": "error",
+    }
     for name, value in found.items():
         os.environ.setdefault(name, value)
     flower = logging.getLogger("flwr")
     before = flower.level
-    flower.setLevel(logging.ERROR)
+    flower.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

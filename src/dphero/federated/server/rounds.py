@@ -55,17 +55,25 @@ class Roster:
         epsilons: What each client's answers have cost so far, as it reports.
         ledgers: Each client's ledger, as it reports.
         exhausted: Who declined: their budgets are used up, and they are not asked again.
+        abandoned: Whether nobody will come any more: what runs the clients has failed.
     """
 
     names: dict[int, str] = field(default_factory=dict)
     epsilons: dict[str, float] = field(default_factory=dict)
     ledgers: dict[str, str] = field(default_factory=dict)
     exhausted: set[str] = field(default_factory=set)
+    abandoned: bool = False
 
     def wait(self, grid: Grid, wanted: int, patience: float) -> dict[str, int]:
-        """Return the nodes that are there once so many of them can be asked, or patience is at an end."""
+        """Return the nodes that are there once so many of them can be asked, or patience is at an end.
+
+        Raises:
+            ConnectionError: If nobody will come any more.
+        """
         until = time.monotonic() + patience
         while True:
+            if self.abandoned:
+                raise ConnectionError("what runs the clients has failed")
             online = self.online(grid)
             ready = {name: node for name, node in online.items() if name not in self.exhausted}
             if len(ready) >= wanted - len(self.exhausted) or time.monotonic() >= until:
