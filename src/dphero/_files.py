@@ -8,10 +8,11 @@
 accidents (a flipped bit, a file cut short), not forgers: there is no secret in it. Each ``seal_…`` has an ``open_…``
 that raises :class:`DamagedFile` before anything of the content is believed:
 
-=================  ===========================================================================
-``seal_json``      an object: one more entry, ``"sha256"``
-``seal_zip``       what ``torch.save`` writes: the comment at the end of a zip archive
-=================  ===========================================================================
+====================  ===========================================================================
+``seal_json``         an object: one more entry, ``"sha256"``
+``seal_zip``          what ``torch.save`` writes: the comment at the end of a zip archive
+``seal_safetensors``  what ``safetensors`` writes: an entry among the metadata of its header
+====================  ===========================================================================
 
 Files from before there were seals have none; ``required=False`` lets them pass as they are.
 """
@@ -36,15 +37,18 @@ __all__ = [
     "open_for_append",
     "open_for_lock",
     "open_json",
+    "open_safetensors",
     "open_zip",
     "read_bytes",
     "seal_json",
+    "seal_safetensors",
     "seal_zip",
     "write_atomically",
 ]
 
 _Content = TypeVar("_Content")
 _NAME = "sha256"
+_BLANK = "0" * 64
 _ZIP_END, _ZIP_END_SIZE = b"PK\x05\x06", 22
 _ZIP_MARK = b"dphero sha256 "
 
@@ -229,6 +233,25 @@ def open_zip(contents: bytes, path: str | PathLike[str], *, required: bool = Tru
 def has_zip_seal(contents: bytes) -> bool:
     """Tell whether there is a digest at the end of a zip archive, right or wrong."""
     return contents[-len(_ZIP_MARK) - 64 : -64] == _ZIP_MARK
+
+
+def seal_safetensors(write: Callable[[dict[str, str]], bytes]) -> bytes:
+    """Return what ``write`` makes of metadata for the header, with the digest of the whole file among them."""
+    contents = write({_NAME: _BLANK})
+    return contents.replace(_BLANK.encode(), _digest(contents).encode(), 1)
+
+
+def open_safetensors(contents: bytes, path: str | PathLike[str]) -> bytes:
+    """Return what :func:`seal_safetensors` returned; a file without a seal is damaged."""
+    end = 8 + int.from_bytes(contents[:8], "little")
+    try:
+        found = json.loads(contents[8:end])["__metadata__"][_NAME]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, str) or len(found) != len(_BLANK):
+        return _unsealed(contents, path, required=True)
+    _require(found, _digest(contents.replace(found.encode(), _BLANK.encode(), 1)), path)
+    return contents
 
 
 def _digest(contents: bytes | memoryview) -> str:

@@ -64,6 +64,16 @@ def values_of(given: list[str] | None) -> dict[str, Any]:
     return found
 
 
+def numbers_of(option: str, text: str | None) -> list[float] | None:
+    """Read numbers that are separated by commas."""
+    if text is None:
+        return None
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--{option} takes numbers separated by commas, such as 1,2,5, got {text!r}") from None
+
+
 def folder(text: str | Path) -> Path:
     """Read the name of a folder; an empty one, which would be the working directory, is refused, and one too deep."""
     if not str(text).strip():

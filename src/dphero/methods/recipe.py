@@ -49,6 +49,8 @@ class Recipe:
         dataset_size: A public number of records, or ``"public"``: the number of records is no secret.
         physical_batch: The most examples per forward pass; ``None`` for whole lots.
         evaluate_every: Steps between evaluations; ``None`` for one after every pass over the data.
+        keep_epochs: Passes over the data after which the weights are kept for ``dphero explain``; 0 for those at the
+            beginning, parts of a pass such as 0.1 are allowed.
         seed: Makes the run repeatable, and must stay secret for the guarantee to hold; ``None`` draws fresh
             randomness.
         secure: Draw noise and lots from a cryptographic generator.
@@ -76,6 +78,7 @@ class Recipe:
     dataset_size: int | Literal["public"] | None = None
     physical_batch: int | None = None
     evaluate_every: int | None = None
+    keep_epochs: tuple[float, ...] | None = None
     seed: int | None = None
     secure: bool = False
     device: str = "auto"
@@ -108,6 +111,11 @@ class Recipe:
                 whole(name, getattr(self, name))
         if self.channels is not None:
             one_of("channels", self.channels, (1, 3))
+        for epoch in self.keep_epochs or ():
+            if not 0 <= epoch <= self.epochs:
+                raise ValueError(
+                    f"keep_epochs: {epoch:g} is not within the training, which takes {self.epochs:g} epochs"
+                )
 
     def with_(self, **changes: Any) -> Recipe:
         """Return the recipe with some fields changed."""
@@ -225,9 +233,11 @@ def _typed(name: str, value: Any) -> Any:
             raise ValueError(f'dataset_size must be a whole number or "public", got {value!r}')
         return value
     if name in _NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
-        return float(value)
+        return _number(name, value)
+    if name == "keep_epochs":
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"keep_epochs must be a list of numbers of epochs, got {value!r}")
+        return tuple(_number("each of keep_epochs", each) for each in value) or None
     kinds: dict[str, tuple[type, str]] = {
         **dict.fromkeys(_WHOLE, (int, "a whole number")),
         **dict.fromkeys(_TEXTS, (str, "text")),
@@ -238,6 +248,12 @@ def _typed(name: str, value: Any) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be {words}, got {value!r}")
     return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
 
 
 def _require_known(values: Mapping[str, Any], where: str) -> None:

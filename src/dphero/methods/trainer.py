@@ -15,7 +15,7 @@ from dphero.accounting import Ledger, Price, Statement, price, statement
 from dphero.methods.card import Card
 from dphero.methods.task import Task
 
-__all__ = ["Step", "Trainer", "extra_of"]
+__all__ = ["Step", "Trainer", "extra_of", "gradients_of"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,13 @@ class Trainer(ABC):
     def advance(self) -> Step:
         """Take one step."""
 
+    def released_gradient(self) -> dict[str, Tensor]:
+        """Return the gradient that the latest step released, by parameter; empty where a method has no such thing.
+
+        Only what has left the mechanism: never a gradient to which noise is still to be added.
+        """
+        return {}
+
     @abstractmethod
     def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
         """Write everything that a resumed training needs, atomically; the file is as secret as the data.
@@ -111,6 +118,16 @@ class Trainer(ABC):
 
     def close(self) -> None:  # noqa: B027 (most have nothing to undo)
         """Leave the model as an ordinary one."""
+
+
+def gradients_of(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
+    """Return what is in ``.grad`` of the module's parameters, under the names that they have in the whole model."""
+    trained = {id(parameter) for parameter in module.parameters()}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if id(parameter) in trained and parameter.grad is not None
+    }
 
 
 def extra_of(path: str | PathLike[str]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from dphero.cli._options import (
     SeedOption,
     SetOption,
     TrustOption,
+    numbers_of,
 )
 from dphero.cli._progress import ProgressDisplay
 from dphero.cli.privacy._price import in_words
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "data", "channels", "model", "method", "epsilon", "noise_multiplier", "delta", "lot", "epochs", "lr", "momentum",
     "optimizer", "clip", "clipping", "guidance", "mechanism", "accountant", "dataset_size", "physical_batch",
-    "seed", "secure", "device", "cuda_graphs", "options",
+    "keep_epochs", "seed", "secure", "device", "cuda_graphs", "options",
 )  # fmt: skip
 _KEYS = ("accuracy", "epsilon", "is_bound", "delta", "steps", "method", "run")
 
@@ -72,6 +73,9 @@ def train(
     accountant: AccountantOption = None,
     dataset_size: DatasetSizeOption = None,
     physical_batch: Annotated[int | None, typer.Option(help="The most examples in memory at a time.")] = None,
+    keep_epochs: Annotated[
+        str | None, typer.Option(help="Epochs after which the weights are kept for dphero explain: 0,0.5,1,5.")
+    ] = None,
     seed: SeedOption = None,
     secure: SecureOption = None,
     device: DeviceOption = None,
@@ -88,7 +92,7 @@ def train(
 ) -> None:
     """Train a model with differential privacy, and keep its recipe, metrics, ledger, weights and statement."""
     settings = {name: context.params[name] for name in _SETTINGS}
-    given = training.given_recipe(settings)
+    given = training.given_recipe({**settings, "keep_epochs": numbers_of("keep-epochs", keep_epochs)})
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")
     training.require_data(data, recipe, resume)

@@ -22,7 +22,7 @@ from dphero.data.files.pictures import ENDINGS, grey_or_rgb
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import make
 
-__all__ = ["Prediction", "Predictor"]
+__all__ = ["Input", "Prediction", "Predictor"]
 
 _CHUNK = 1000  # inputs that pass through the model at a time
 
@@ -45,7 +45,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class _Input:
+class Input:
+    """One input of a file.
+
+    Attributes:
+        name: Its file, and its number where the file holds several.
+        values: Scaled as the model takes it.
+        converted: What was done to it beyond the scaling of its format, or empty.
+    """
+
     name: str
     values: Tensor
     converted: str = ""
@@ -91,7 +99,7 @@ class Predictor:
         Raises:
             ValueError: If an input cannot be read, or does not have the shape or range that the model takes.
         """
-        inputs = self._read(Path(path))
+        inputs = self.read(path)
         found: list[Prediction] = []
         for first in range(0, len(inputs), _CHUNK):
             part = inputs[first : first + _CHUNK]
@@ -102,7 +110,9 @@ class Predictor:
                 found.append(Prediction(each.name, self.classes[number], probability, each.converted))
         return found
 
-    def _read(self, path: Path) -> list[_Input]:
+    def read(self, path: str | PathLike[str]) -> list[Input]:
+        """Return every input in a file or folder, as the model takes it; what is read and refused as in `predict`."""
+        path = Path(path)
         name, ending = path.name, path.suffix.lower()
         if path.is_dir():
             files = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
@@ -119,7 +129,7 @@ class Predictor:
             return self._array(_idx(path), name)
         raise ValueError(f"{path} is none of: image ({', '.join(ENDINGS)}), .npy, .npz, idx file, folder of images")
 
-    def _picture(self, path: Path, name: str) -> _Input:
+    def _picture(self, path: Path, name: str) -> Input:
         """Read an image file as grey or RGB, whichever the model takes."""
         if len(self.shape) != 3 or self.shape[0] not in (1, 3):
             raise ValueError(f"the model takes inputs of shape {self._shape}, not images: give an .npy array")
@@ -134,9 +144,9 @@ class Predictor:
             )
         (values,) = self._array(pixels, name)
         changed = image.mode != wanted
-        return _Input(name, values.values, ("colour to grey" if wanted == "L" else "grey to RGB") if changed else "")
+        return Input(name, values.values, ("colour to grey" if wanted == "L" else "grey to RGB") if changed else "")
 
-    def _array(self, array: NDArray[Any], name: str) -> list[_Input]:
+    def _array(self, array: NDArray[Any], name: str) -> list[Input]:
         """Take one input or many from an array, its last axis colours if it does not fit otherwise."""
         shape = self.shape
         forms = [shape]
@@ -150,8 +160,8 @@ class Predictor:
                     batch = batch.transpose(0, 3, 1, 2)
                 values = self._scaled(batch.reshape(-1, *shape), name)
                 if array.shape == form:
-                    return [_Input(name, values[0])]
-                return [_Input(f"{name}[{number}]", value) for number, value in enumerate(values)]
+                    return [Input(name, values[0])]
+                return [Input(f"{name}[{number}]", value) for number, value in enumerate(values)]
         raise ValueError(f"{name} has shape {array.shape} and the model takes {self._shape}, or several of them")
 
     def _scaled(self, batch: NDArray[Any], name: str) -> Tensor:

@@ -7,6 +7,7 @@
 ``ledger.json``        what was released
 ``checkpoint.pt``      everything that resuming needs, the key of the noise included: **as secret as the data**
 ``model.safetensors``  the trained weights
+``snapshots/``         weights and released gradients at chosen epochs, if it was to keep them
 ``model.json``         which network they belong to, the shape of its inputs, the names of its classes
 ``statement.txt``      what was promised (and ``statement.json``)
 ``result.json``        the outcome; there once the run is finished
@@ -41,6 +42,7 @@ from dphero._files import DamagedFile, open_for_lock, open_json, read_bytes, sea
 from dphero.accounting import Ledger, Statement
 from dphero.experiments.defaults import anchored
 from dphero.experiments.runs.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
+from dphero.experiments.runs.snapshots import kept_files, step_of
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
@@ -159,7 +161,8 @@ class RunDirectory:
         if self.checkpoint.exists():
             return
         releases = self._releases
-        if releases or self.metrics or any((self.path / name).exists() for name in _OUTCOMES):
+        kept = any(step_of(name) for name in kept_files(self.path))
+        if releases or self.metrics or kept or any((self.path / name).exists() for name in _OUTCOMES):
             raise ValueError(
                 f"{self.path} was trained already ({releases} releases are on record), but the checkpoint with their "
                 "key is gone, so it cannot go on; trained anew, it would spend its price again and forget the first "
@@ -216,7 +219,8 @@ class RunDirectory:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the outcome, with the digests of all other files: the last thing that a run does."""
-        files = {name: sha256(self.read(name)) for name in _VERIFIED if (self.path / name).exists()}
+        names = [*(name for name in _VERIFIED if (self.path / name).exists()), *kept_files(self.path)]
+        files = {name: sha256(self.read(name)) for name in names}
         plain = parse_json(to_json(dict(result)).encode(), self.path)  # as it will be read: no infinity, no tuples
         sealed = seal_json({**plain, "version": _VERSION, "recipe": self.recipe.as_dict(), "files": files})
         write_text(self.path / "result.json", to_json(sealed, indent=2) + "\n", private=True)

@@ -19,6 +19,7 @@ from dphero.accounting import BudgetExhausted
 from dphero.data import Data, Split
 from dphero.experiments.curves import Curves
 from dphero.experiments.runs.rundir import RunDirectory
+from dphero.experiments.runs.snapshots import kept_steps, save_snapshot
 from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.methods import Step, Task, Trainer, extra_of, make
 from dphero.methods.recipe import Recipe
@@ -171,6 +172,7 @@ class _Loop:
         self.digest = digest
         self.epoch_steps = max(1, round(trainer.steps / self.recipe.epochs))
         self.evaluate_steps = self.recipe.evaluate_every or self.epoch_steps
+        self.kept_steps = kept_steps(self.recipe.keep_epochs, self.epoch_steps, trainer.steps)
         self.next_pricing = 0.0
         self.losses: list[Tensor] = []
         self.seconds = 0.0
@@ -193,6 +195,7 @@ class _Loop:
                     break
                 self.seconds = before + time.monotonic() - started
                 self._note(step)
+                self._keep()
                 if self.trainer.step % self.evaluate_steps == 0 or self.trainer.finished:
                     curves.add(self._evaluate())
                 if asked_to_stop():
@@ -206,6 +209,7 @@ class _Loop:
     def _resume(self) -> None:
         """Go on from the checkpoint, if there is one, with the running figures that it had."""
         if not self.directory.checkpoint.exists():
+            self._keep()
             self._save()  # the keys of lots and noise: whatever happens next can be repeated, not drawn anew
             return
         extra = self.trainer.load(self.directory.checkpoint)
@@ -222,6 +226,12 @@ class _Loop:
             seconds=self.seconds,
             **{name: running.get(name) for name in ("loss", "clipped", "signal_to_noise")},
         )
+
+    def _keep(self) -> None:
+        """Keep the weights, if it is time: before any checkpoint of the same step, so that none is ever left out."""
+        if self.trainer.step in self.kept_steps:
+            gradient = self.trainer.released_gradient()
+            save_snapshot(self.directory.path, self.trainer.step, self.trainer.model, gradient)
 
     def _save(self) -> None:
         """The ledger first: what was released must be on record before anything can go wrong."""

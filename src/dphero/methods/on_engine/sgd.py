@@ -13,7 +13,7 @@ from dphero.accounting import NoNoise
 from dphero.methods.card import Card
 from dphero.methods.method import Method, register
 from dphero.methods.task import Task
-from dphero.methods.trainer import Step, Trainer
+from dphero.methods.trainer import Step, Trainer, gradients_of
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
@@ -40,6 +40,10 @@ class SGDTrainer(OwnTrainer):
         self.optimizer.step()
         self._ledger.record(NoNoise())
         return Step(loss=loss.detach())
+
+    def released_gradient(self) -> dict[str, torch.Tensor]:
+        """Return the exact gradient: it is released as it is, and protects nobody."""
+        return gradients_of(self.model, self.module)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "sampler": self.sampler.state_dict()}

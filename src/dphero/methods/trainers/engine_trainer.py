@@ -16,7 +16,7 @@ from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multipli
 from dphero.engine import PrivacyEngine
 from dphero.methods.card import Card
 from dphero.methods.task import Task
-from dphero.methods.trainer import Step, Trainer
+from dphero.methods.trainer import Step, Trainer, gradients_of
 
 __all__ = ["PrivateTrainer"]
 
@@ -135,6 +135,10 @@ class PrivateTrainer(Trainer):
 
     def treat(self) -> None:
         """Change the private gradient, in place, before the optimizer uses it: post-processing, free of charge."""
+
+    def released_gradient(self) -> dict[str, torch.Tensor]:
+        """Return the private gradient that the engine handed to the optimizer."""
+        return gradients_of(self.model, self.module) if self.step else {}
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch."""
