@@ -85,6 +85,7 @@ _EXTRAS = {
     "PIL": "experiments",
     "matplotlib": "experiments",
     "tensorboard": "experiments",
+    "captum": "explain",
     "flwr": "federated",
     "ray": "ray",
 }

@@ -1,0 +1,169 @@
+"""Agreement of heat maps between runs, beside what another seed alone changes, and beside random weights."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.explain.heatmaps import grad_cam
+from dphero.explain.images import Images
+from dphero.explain.runs import LAST, ExplainedRun
+from dphero.explain.scores import faithfulness, is_empty, spearman, top_overlap
+
+__all__ = ["RANDOM", "Key", "agreements", "map_facts", "maps_of", "reference_group", "verdicts"]
+
+RANDOM = "random weights"
+"""The group of networks that were never trained."""
+Key = tuple[str, float | str]
+"""A run's name and an epoch."""
+
+_SCORES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"spearman": spearman, "iou": top_overlap}
+
+
+def maps_of(
+    runs: Sequence[ExplainedRun],
+    layers: Mapping[str, str],
+    epochs: Sequence[float],
+    images: Images,
+    targets: Tensor,
+    note: Callable[[Key], None] = lambda key: None,
+) -> tuple[dict[Key, Tensor], list[dict[str, Any]]]:
+    """Return the heat maps of all runs at all epochs, of two untrained networks, and what is true of each set of maps.
+
+    Args:
+        runs: What is explained.
+        layers: The explained layer of each run, by its name.
+        epochs: Besides the last.
+        images: What is looked at.
+        targets: The class to explain, for each image.
+        note: Called before each set of maps.
+    """
+    maps: dict[Key, Tensor] = {}
+    facts = []
+    for run in runs:
+        kept: list[float | str] = [each for each in epochs if each in run.snapshots]
+        for epoch in (*kept, LAST):
+            note((run.name, epoch))
+            network = run.network(epoch)
+            found = maps[run.name, epoch] = grad_cam(network, layers[run.name], images.pixels, targets)
+            facts.append({"run": run.name, "epoch": epoch, **map_facts(network, images, targets, found)})
+            facts[-1]["accuracy"] = run.accuracy(epoch)
+    for number in (1, 2):
+        network = runs[0].random_network(seed=2**63 + number)  # of the first run's kind
+        name = f"{RANDOM} {number}"
+        found = maps[name, LAST] = grad_cam(network, layers[runs[0].name], images.pixels, targets)
+        facts.append({"run": name, "epoch": LAST, **map_facts(network, images, targets, found), "accuracy": None})
+    return maps, facts
+
+
+def map_facts(network: torch.nn.Module, images: Images, targets: Tensor, maps: Tensor) -> dict[str, Any]:
+    """Return what share of the images a network gets right, what share of maps is empty, and how faithful they are."""
+    with torch.no_grad():
+        predicted = network(images.pixels).argmax(1)
+    found = faithfulness(network, images.pixels, targets, maps)
+    right = None if images.labels is None else (predicted == images.labels).double().mean().item()
+    return {"right": right, "empty": is_empty(maps).double().mean().item(), "faithfulness": _mean(found)}
+
+
+def agreements(runs: Sequence[ExplainedRun], maps: Mapping[Key, Tensor]) -> list[dict[str, Any]]:
+    """Return, for each epoch and each two groups, how much the maps of their runs agree.
+
+    A group with itself is the spread of its seeds. Every group is also compared with untrained networks, and these with
+    each other: maps that agree no less with those say nothing about what was learned. Besides, each group is compared
+    at each epoch with the reference at the end of its training (``"to": "last"``): maps of a network that has learned
+    less differ from those of one that has learned more, without any privacy.
+    """
+    seeds = {run.name: run.directory.recipe.seed for run in runs}
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run.name)
+    groups[RANDOM] = sorted({name for name, _ in maps if name.startswith(RANDOM)})
+    found = []
+    epochs = sorted({epoch for _, epoch in maps if epoch != LAST}, key=float)
+    for epoch in (*epochs, LAST):
+        for first, second in itertools.combinations_with_replacement(groups, 2):
+            pairs = list(_pairs(groups[first], groups[second], first == second))
+            at = [((a, epoch), (b, LAST if second == RANDOM else epoch)) for a, b in pairs]
+            if (first != RANDOM or epoch == LAST) and all(key in maps for pair in at for key in pair) and at:
+                found.append({"epoch": epoch, "to": epoch, **_agreement(first, second, at, maps, seeds)})
+    reference = reference_group(runs)
+    for epoch in epochs if reference is not None else ():
+        for first in groups:
+            pairs = [(a, b) for a in groups[first] for b in groups[reference or ""] if a != b]
+            at = [((a, epoch), (b, LAST)) for a, b in pairs]
+            if first != RANDOM and at and all(key in maps for pair in at for key in pair):
+                found.append({"epoch": epoch, "to": LAST, **_agreement(first, reference or "", at, maps, seeds)})
+    return found
+
+
+def reference_group(runs: Sequence[ExplainedRun]) -> str | None:
+    """Return the group without privacy with the most runs, if there is one: what the others are measured against."""
+    public = [run.group for run in runs if not run.is_private]
+    return max(public, key=public.count) if public else None
+
+
+def verdicts(runs: Sequence[ExplainedRun], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each private group and score, whether privacy moves the last maps further than another seed does.
+
+    It does where every pair of a private run and one without privacy agrees less than every pair without privacy.
+    """
+    reference = reference_group(runs)
+    last = {(each["a"], each["b"]): each for each in found if each["epoch"] == each["to"] == LAST}
+    spread = last.get((reference, reference))
+    result = []
+    for group in dict.fromkeys(run.group for run in runs if run.is_private):
+        against = last.get((reference, group)) or last.get((group, reference))
+        for score in _SCORES:
+            if against is None or reference is None:
+                verdict = "no run without privacy to compare with"
+            elif spread is None or spread[score]["mean"] is None or against[score]["mean"] is None:
+                verdict = "no spread of seeds known: give two or more runs without privacy"
+            elif against[score]["high"] < spread[score]["low"]:
+                verdict = "differs by more than another seed does"
+            elif against[score]["mean"] >= spread[score]["low"]:
+                verdict = "within the spread of seeds"
+            else:
+                verdict = "mostly differs by more than another seed does"
+            result.append({"group": group, "score": score, "verdict": verdict})
+    return result
+
+
+def _pairs(first: Sequence[str], second: Sequence[str], same: bool) -> Iterator[tuple[str, str]]:
+    yield from itertools.combinations(first, 2) if same else itertools.product(first, second)
+
+
+def _agreement(
+    first: str, second: str, at: Sequence[tuple[Key, Key]], maps: Mapping[Key, Tensor], seeds: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """Summarise pairs. Runs that began with the same weights stay alike for that alone, so they count apart."""
+    pairs: list[dict[str, Any]] = []
+    for one, other in at:
+        scores = {name: _mean(score(maps[one], maps[other])) for name, score in _SCORES.items()}
+        seed = seeds.get(one[0])
+        same_start = seed is not None and seed == seeds.get(other[0])
+        pairs.append({"a": one[0], "b": other[0], "same_start": same_start, **scores})
+    apart = [pair for pair in pairs if not pair["same_start"]] or pairs
+    together = [pair for pair in pairs if pair["same_start"]]
+    found: dict[str, Any] = {"a": first, "b": second}
+    for name in _SCORES:
+        found[name] = _summary([pair[name] for pair in apart])
+        found[f"{name}_same_start"] = _summary([pair[name] for pair in together])
+    return {**found, "pairs": pairs}
+
+
+def _summary(values: Sequence[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"mean": None, "low": None, "high": None}
+    return {"mean": statistics.mean(known), "low": min(known), "high": max(known)}
+
+
+def _mean(values: Tensor) -> float | None:
+    """The mean over images that have a value, or nothing if none has."""
+    known = values[~values.isnan()]
+    return known.double().mean().item() if len(known) else None

@@ -1,0 +1,224 @@
+"""Pictures of an explanation, as matplotlib figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dphero.explain.agreement import RANDOM, reference_group
+from dphero.explain.explanation import Explanation
+from dphero.explain.images import PRIVATE_STAMP
+from dphero.explain.runs import LAST, ExplainedRun
+
+__all__ = ["TITLES", "all_figures", "plot_agreement", "plot_heatmaps", "plot_heatmaps_by_epoch"]
+
+TITLES = {
+    "heatmaps": "Grad-CAM heat maps of the same images at the end of each training",
+    "heatmaps-epochs": "Grad-CAM heat maps of one image during each training",
+    "agreement": "Agreement of heat maps with those of training without privacy",
+}
+"""What each picture shows, by its name."""
+
+# The project's colours of the four trainings; others follow (Okabe and Ito: colour-blind readers can tell them apart).
+_COLOURS = {"sgd": "#000000", "dp-sgd": "#0072B2", "dp-hero": "#009E73", "dp-hero-published": "#D55E00"}
+_FURTHER = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
+_MARKERS = {"sgd": "D", "dp-sgd": "s", "dp-hero": "o", "dp-hero-published": "X"}
+
+
+def all_figures(explanation: Explanation, shown: int = 6) -> dict[str, Any]:
+    """Return every picture that the explanation has the numbers for, by name."""
+    found = {"heatmaps": plot_heatmaps(explanation, shown)}
+    if any(epoch != LAST for _, epoch in explanation.maps):
+        found["heatmaps-epochs"] = plot_heatmaps_by_epoch(explanation)
+        if reference_group(explanation.runs) is not None and len(explanation.runs) > 1:
+            found["agreement"] = plot_agreement(explanation)
+    return found
+
+
+def plot_heatmaps(explanation: Explanation, shown: int = 6) -> Any:
+    """Draw images, a row each, under one run of each group, a second without privacy, and random weights."""
+    columns = _columns(explanation.runs)
+    rows = _spread_over(len(explanation.images), shown)
+    figure, axes = _pictures(len(rows), len(columns) + 1, explanation)
+    for line, number in zip(axes, rows, strict=True):
+        _image(line[0], explanation.images.pixels[number])
+        line[0].set_ylabel(explanation.numbers["images"]["classes"][int(explanation.targets[number])], fontsize=9)
+        for each, (name, _) in zip(line[1:], columns, strict=True):
+            _overlay(each, explanation.images.pixels[number], explanation.maps[name, LAST][number])
+    for each, (_, title) in zip(axes[0], [("", "image"), *columns], strict=True):
+        each.set_title(title, fontsize=9)
+    return figure
+
+
+def plot_heatmaps_by_epoch(explanation: Explanation, number: int | None = None) -> Any:
+    """Draw one image under one run of each group, a row each, at the epochs that all have kept, and at the end.
+
+    Args:
+        explanation: What was found.
+        number: Which image; unless given, the first of the last third.
+    """
+    number = len(explanation.images) * 2 // 3 if number is None else number
+    runs = _one_of_each(explanation.runs)
+    epochs = _epochs(explanation)
+    figure, axes = _pictures(len(runs), len(epochs), explanation)
+    for line, run in zip(axes, runs, strict=True):
+        line[0].set_ylabel(_label(run), fontsize=9)
+        for each, epoch in zip(line, epochs, strict=True):
+            if (found := explanation.maps.get((run.name, epoch))) is not None:
+                _overlay(each, explanation.images.pixels[number], found[number])
+    for each, epoch in zip(axes[0], epochs, strict=True):
+        each.set_title("end" if epoch == LAST else f"epoch {epoch:g}", fontsize=9)
+    return figure
+
+
+def plot_agreement(explanation: Explanation) -> Any:
+    """Draw, for each score, how much each group's maps agree with those without privacy, over the epochs.
+
+    The reference's own line is the spread of its seeds (another seed at the same epoch), the dotted line that of
+    untrained networks. Bars reach from the lowest to the highest pair.
+    """
+    from matplotlib.figure import Figure
+
+    reference = reference_group(explanation.runs)
+    epochs = _epochs(explanation)
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    for axes, (score, title) in zip(
+        figure.subplots(1, 2), (("spearman", "Spearman correlation"), ("iou", "IoU of the hottest 20 %")), strict=True
+    ):
+        groups = dict.fromkeys(run.group for run in explanation.runs)
+        for place, group in enumerate(groups):
+            points = [
+                (epochs.index(each["epoch"]), each[score])
+                for each in explanation.numbers["agreement"]
+                if {each["a"], each["b"]} == {group, reference} and each["epoch"] == each["to"] and each[score]["mean"]
+            ]
+            _line(axes, points, explanation.runs, group, shift=0.06 * (place - (len(groups) - 1) / 2))
+        chance = [each for each in explanation.numbers["agreement"] if each["a"] == reference and each["b"] == RANDOM]
+        if chance and chance[-1][score]["mean"] is not None:
+            axes.axhline(
+                chance[-1][score]["mean"], color="#999999", linestyle=":", label="random weights with SGD's end"
+            )
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("epoch")
+        axes.set_xticks(range(len(epochs)), ["end" if epoch == LAST else f"{epoch:g}" for epoch in epochs])
+        axes.grid(True, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("agreement with training without privacy,\nother seeds, same epoch")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    _stamp(figure, explanation)
+    return figure
+
+
+def _epochs(explanation: Explanation) -> list[float | str]:
+    """Return the epochs that are compared, the end last."""
+    return [*sorted({epoch for _, epoch in explanation.maps if epoch != LAST}, key=float), LAST]
+
+
+def _line(axes: Any, points: Sequence[Any], runs: Sequence[ExplainedRun], group: str, shift: float) -> None:
+    if not points:
+        return
+    run = next(each for each in runs if each.group == group)
+    x = [place + shift for place, _ in points]
+    means = [value["mean"] for _, value in points]
+    reach = [[m - v["low"] for m, (_, v) in zip(means, points, strict=True)]]
+    reach += [[v["high"] - m for m, (_, v) in zip(means, points, strict=True)]]
+    label = f"{group}: spread of seeds" if not run.is_private else group
+    axes.errorbar(
+        x,
+        means,
+        yerr=reach,
+        color=_colour(runs, run),
+        marker=_MARKERS.get(run.method, "v"),
+        linestyle="--" if not run.is_private else "-" if run.sound else ":",
+        markersize=5,
+        capsize=3,
+        linewidth=1.4,
+        label=label,
+    )
+
+
+def _colour(runs: Sequence[ExplainedRun], run: ExplainedRun) -> str:
+    """The project's colour of a training; a second group of one method gets another."""
+    groups = list(dict.fromkeys(each.group for each in runs))
+    same = [group for group in groups if group.split(" ")[0] == run.method]
+    if same[0] == run.group and run.method in _COLOURS:
+        return _COLOURS[run.method]
+    return _FURTHER[groups.index(run.group) % len(_FURTHER)]
+
+
+def _columns(runs: Sequence[ExplainedRun]) -> list[tuple[str, str]]:
+    """Return whose maps are shown, each with its title."""
+    found = [(run.name, _label(run)) for run in _one_of_each(runs)]
+    reference = reference_group(runs)
+    others = [run for run in runs if run.group == reference][1:2]
+    for run in others:
+        where = next(i for i, (name, _) in enumerate(found) if name in {r.name for r in runs if r.group == reference})
+        found.insert(where + 1, (run.name, f"{run.group}\nanother seed"))
+    return [*found, (f"{RANDOM} 1", RANDOM)]
+
+
+def _one_of_each(runs: Sequence[ExplainedRun]) -> list[ExplainedRun]:
+    found: dict[str, ExplainedRun] = {}
+    for run in runs:
+        found.setdefault(run.group, run)
+    return list(found.values())
+
+
+def _label(run: ExplainedRun) -> str:
+    if not run.is_private:
+        return f"{run.group}\nno privacy"
+    epsilon = run.result.get("epsilon")
+    return (
+        f"{run.group.replace(' (UNSOUND)', '')}\n"
+        + ("UNSOUND, true " if not run.sound else "")
+        + f"ε {'∞' if epsilon is None else f'{epsilon:.3g}'}"
+    )
+
+
+def _spread_over(count: int, shown: int) -> list[int]:
+    """Return so many numbers, evenly over all images, which lie class by class."""
+    shown = min(shown, count)
+    return [round(number * count / shown) for number in range(shown)]
+
+
+def _pictures(rows: int, columns: int, explanation: Explanation) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.35 * columns + 0.5, 1.3 * rows + 0.6), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for each in axes.flat:
+        each.set_xticks([])
+        each.set_yticks([])
+        for spine in each.spines.values():
+            spine.set_visible(False)
+    _stamp(figure, explanation)
+    return figure, axes
+
+
+def _stamp(figure: Any, explanation: Explanation) -> None:
+    if explanation.images.private:
+        figure.suptitle(PRIVATE_STAMP, fontsize=10, color="white", backgroundcolor="#B00020")
+
+
+def _image(axes: Any, pixels: Tensor) -> None:
+    low, high = pixels.min(), pixels.max()
+    low, high = (torch.tensor(-1.0), torch.tensor(1.0)) if low >= -1 and high <= 1 else (low, high)
+    scaled = ((pixels - low) / (high - low)).clamp(0, 1)
+    if scaled.shape[0] == 3:
+        axes.imshow(scaled.permute(1, 2, 0).numpy())
+    else:
+        axes.imshow(scaled.mean(0).numpy(), cmap="gray", vmin=0, vmax=1)
+
+
+def _overlay(axes: Any, pixels: Tensor, heat: Tensor) -> None:
+    """Draw a heat map, scaled to its own hottest position, over the grey image; an empty one says so."""
+    _image(axes, pixels.mean(0, keepdim=True))
+    hottest = float(heat.max())
+    if hottest <= float(heat.min()):
+        axes.text(0.5, 0.5, "empty", transform=axes.transAxes, ha="center", va="center", fontsize=8, color="#FFD700")
+        return
+    axes.imshow((heat / hottest).numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=1)
