@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dphero import data
 from dphero.experiments.defaults import resolve
-from dphero.experiments.runs.training import Evaluation, prepare
+from dphero.experiments.runs.evaluation import Evaluation
+from dphero.experiments.runs.training import prepare
 from dphero.methods import Task, Trainer, make
 
 

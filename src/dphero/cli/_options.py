@@ -33,6 +33,7 @@ __all__ = [
     "TrustOption",
     "WorkersOption",
     "folder",
+    "numbers_of",
     "size_of",
     "values_of",
 ]

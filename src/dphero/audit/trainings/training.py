@@ -77,7 +77,7 @@ class MethodTraining:
 
     def __call__(self, images: Tensor, labels: Tensor, seed: int, /) -> Trained:
         """Train once."""
-        from dphero.experiments.runs.training import features
+        from dphero.experiments.runs.evaluation import features
 
         recipe = self.recipe.with_(seed=None if self.recipe.secure else seed)
         method = make(recipe.method, recipe.options)

@@ -1,1 +1,1 @@
-"""Commands that make runs, or read them."""
+"""Commands that train: one run, many, or the paper's."""

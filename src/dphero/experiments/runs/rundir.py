@@ -26,12 +26,8 @@ import fcntl
 import json
 import logging
 import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib import metadata
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -41,6 +37,7 @@ import torch
 from dphero._files import DamagedFile, open_for_lock, open_json, read_bytes, seal_json, write_atomically
 from dphero.accounting import Ledger, Statement
 from dphero.experiments.defaults import anchored
+from dphero.experiments.runs.environment import environment
 from dphero.experiments.runs.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
 from dphero.experiments.runs.snapshots import kept_files, step_of
 from dphero.methods import recipe as recipes
@@ -85,7 +82,7 @@ class RunDirectory:
         directory.path.mkdir(parents=True, exist_ok=True)
         with directory.locked():
             directory._refuse_if_begun()
-            write_text(directory.path / "environment.json", to_json(_environment(), indent=2) + "\n")
+            write_text(directory.path / "environment.json", to_json(environment(), indent=2) + "\n")
             write_text(directory.path / "recipe.toml", directory.recipe.to_toml(), private=True)  # it holds the seed
         return directory
 
@@ -406,26 +403,6 @@ def _digests(path: Path) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
-
-
-def _environment() -> dict[str, Any]:
-    names = ("dphero", "torch", "numpy", "scipy", "dp-accounting")
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: _version(name) for name in names},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _evaluations(path: Path, contents: bytes) -> list[dict[str, Any]]:

@@ -9,15 +9,16 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from dphero import data as datasets
 from dphero import models
 from dphero._files import DamagedFile
 from dphero.accounting import BudgetExhausted
-from dphero.data import Data, Split
+from dphero.data import Data
 from dphero.experiments.curves import Curves
+from dphero.experiments.runs.evaluation import CHUNK, Evaluation, features
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.experiments.runs.snapshots import kept_steps, save_snapshot
 from dphero.experiments.stopping import Interrupted, stoppable
@@ -29,7 +30,6 @@ __all__ = ["Progress", "prepare", "train"]
 
 _PRICING_SHARE = 0.01  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
 _RESULT = ("accuracy", "epsilon", "delta", "steps", "method", "is_bound", "seconds", "other_prices")  # what is shown
-_CHUNK = 500  # test images that pass through the model at a time: on a CPU more would leave its cache
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
     images, labels = data.train.images.to(device), data.train.labels.to(device)
     module, inputs = model, images
     if isinstance(model, FeatureModel):
-        models.require_rowwise(model.features, images[:_CHUNK], f"what model {recipe.model!r} computes as features")
+        models.require_rowwise(model.features, images[:CHUNK], f"what model {recipe.model!r} computes as features")
         module, inputs = model.head, features(model, images)
     task = Task(
         recipe=recipe,
@@ -344,34 +344,6 @@ def _smooth(old: float | None, new: float | None) -> float | None:
     if old is None or new is None:
         return old if new is None else new
     return 0.9 * old + 0.1 * new
-
-
-class Evaluation:
-    """Test images on the device, and how many of them a model gets right."""
-
-    def __init__(self, test: Split, device: torch.device) -> None:
-        self.images, self.labels = test.images.to(device), test.labels.to(device)
-        self._features: tuple[nn.Module, Tensor] | None = None
-
-    @torch.no_grad()
-    def accuracy(self, model: nn.Module) -> float:
-        """Return the share of images that are classified rightly; fixed features are computed once."""
-        was_training = model.training
-        model.eval()
-        head, inputs = model, self.images
-        if isinstance(model, FeatureModel):
-            if self._features is None or self._features[0] is not model.features:
-                self._features = (model.features, features(model, self.images))
-            head, inputs = model.head, self._features[1]
-        found = torch.cat([head(part).argmax(1) for part in inputs.split(_CHUNK)])
-        model.train(was_training)
-        return (found == self.labels).float().mean().item()
-
-
-@torch.no_grad()
-def features(model: FeatureModel, images: Tensor) -> Tensor:
-    """Return the fixed features of images, computed in parts that fit in memory."""
-    return torch.cat([model.features(part) for part in images.split(_CHUNK)])
 
 
 def _device(name: str) -> torch.device:

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dphero.cli._console import console, say, table
-from dphero.cli._paths import folder
-from dphero.cli._trust import TrustOption
-from dphero.cli.privacy._price import JsonOption
+from dphero.cli._options import JsonOption, TrustOption, folder, numbers_of
 
 if TYPE_CHECKING:
     from dphero.explain import Explanation
@@ -55,8 +53,7 @@ def explain(
     Give runs with and without privacy, several seeds of each: what privacy changes is told beside what another seed
     changes. Runs that were trained with --keep-epochs are also compared during their training.
     """
-    place = _place(runs, out)
-    wanted = None if epochs is None else _numbers(epochs)
+    place, epoch_numbers = _place(runs, out), numbers_of("epochs", epochs)
     from dphero.experiments.runs.files import to_json
     from dphero.explain import explain as find
 
@@ -64,7 +61,7 @@ def explain(
         [*runs],
         images=images,
         per_class=per_class,
-        epochs=wanted,
+        epochs=epoch_numbers,
         layer=layer,
         private_images_unprotected=private_images_unprotected,
         trust=trust,
@@ -82,13 +79,6 @@ def _place(runs: list[Path], out: Path | None) -> Path:
     if out is None and len(runs) > 1:
         raise ValueError("where to? With several runs, give -o FOLDER for what explains them together")
     return runs[0] / "explain" if out is None else out
-
-
-def _numbers(given: str) -> list[float]:
-    try:
-        return [float(each) for each in given.split(",")]
-    except ValueError:
-        raise ValueError(f"--epochs takes numbers separated by commas, such as 1,2,5, got {given!r}") from None
 
 
 def _show(found: Explanation, files: list[Path]) -> None:
