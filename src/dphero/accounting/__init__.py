@@ -21,6 +21,7 @@ from dphero.accounting.ledger import LEDGER_VERSION, Ledger
 from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Price, UnpriceableError
 from dphero.accounting.privacy_loss import MAX_STEPS
 from dphero.accounting.statement import UNSOUND_AS_PUBLISHED, Statement, statement
+from dphero.accounting.trade_off import TradeOff, trade_off
 
 __all__ = [
     "ACCOUNTANTS",
@@ -47,6 +48,7 @@ __all__ = [
     "ShuffledFilter",
     "ShuffledGaussian",
     "Statement",
+    "TradeOff",
     "UnpriceableError",
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",
@@ -54,4 +56,5 @@ __all__ = [
     "claimed_by_paper",
     "price",
     "statement",
+    "trade_off",
 ]

@@ -24,19 +24,17 @@ _FEW = 16  # different events that are composed one by one
 _MAX_POINTS_ONE, _MAX_POINTS_ALL = 2e5, 4e6  # a few seconds and a few hundred megabytes at most
 _GUARD_ORDERS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # whole and few: quick
 
-_Composed = tuple[PrivacyLossDistribution, float] | None  # the distribution and what is left of delta
+Composed = tuple[PrivacyLossDistribution, float] | None  # the distribution and what is left of delta
 
 
 def pld(query: Query) -> Answer:
     """Compose the privacy losses; unsampled Gaussians are exact, and the rest is rounded up on a grid."""
     query.refuse_adaptive("pld")
-    charges, coarse, delta = query.charges, query.coarse, query.delta
-    exact = {event: event.mu_squared() for event in charges}
-    mu = math.sqrt(sum(charges[event] * value for event, value in exact.items() if value is not None))
-    rest = {event: count for event, count in charges.items() if exact[event] is None}
+    charges, delta = query.charges, query.delta
+    mu, rest = split(charges)
     if not rest:
         return Answer(gaussian_epsilon(mu, delta))
-    composed = _few(rest, mu, coarse, delta) if len(rest) <= _FEW else _many(rest, mu, coarse, delta)
+    composed = compose(rest, mu, delta, coarse=query.coarse)
     if composed is None:
         return _by_rdp(query)
     total, delta_left = composed
@@ -49,7 +47,24 @@ def pld(query: Query) -> Answer:
     return Answer(epsilon)
 
 
-def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> _Composed:
+def split(charges: Mapping[Event, int]) -> tuple[float, dict[Event, int]]:
+    """Return the mu of all releases that are exactly Gaussian private, taken together, and the other releases."""
+    exact = {event: event.mu_squared() for event in charges}
+    mu = math.sqrt(sum(charges[event] * value for event, value in exact.items() if value is not None))
+    return mu, {event: count for event, count in charges.items() if exact[event] is None}
+
+
+def compose(charges: Mapping[Event, int], mu: float, delta: float, *, coarse: bool = False) -> Composed:
+    """Compose at least one release with each other and with mu-Gaussian privacy, to be read at ``delta``.
+
+    Returns:
+        The distribution of the privacy losses, rounded pessimistically, and what the FFT's rounding leaves of delta;
+        ``None`` where floating point has no digits left.
+    """
+    return _few(charges, mu, coarse, delta) if len(charges) <= _FEW else _many(charges, mu, coarse, delta)
+
+
+def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> Composed:
     """Compose a few different events one by one; ``None`` where that has no digits left."""
     steps = sum(charges.values())
     interval = _interval(charges, steps, mu, coarse)
@@ -59,7 +74,7 @@ def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) ->
     return _one_by_one(charges, mu, interval, None), delta - rounding
 
 
-def _many(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> _Composed:
+def _many(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> Composed:
     """Compose many different events: the sampled Gaussians among them together, the others one by one."""
     together, others = sampled_gaussians(charges)
     if len(together) <= _FEW:

@@ -88,6 +88,7 @@ _EXTRAS = {
     "captum": "explain",
     "flwr": "federated",
     "ray": "ray",
+    "plotly": "report",
 }
 
 

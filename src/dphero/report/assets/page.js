@@ -1,0 +1,155 @@
+"use strict";
+(() => {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const narrow = matchMedia("(max-width: 40rem)");
+  const hidden = new Set(); // groups of lines that the reader has switched off, in all figures
+  const switched = new Map(); // what the reader has switched in a figure: its name and the control's
+  let figures = {};
+  let printing = false;
+
+  const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const values = (id) => JSON.parse(document.getElementById(id).textContent);
+
+  async function loadPlotly() {
+    const packed = document.getElementById("plotly").textContent;
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  }
+
+  // A figure as it is to be drawn now: in the colours of the theme, with what the reader has switched.
+  function prepared(name) {
+    const { data, layout } = structuredClone(figures[name]);
+    const text = printing ? "#000" : variable("--text");
+    const lines = printing ? "#ccc" : variable("--line");
+    layout.font = { family: "system-ui, sans-serif", size: narrow.matches ? 11 : 13, color: text };
+    layout.hoverlabel = { bgcolor: variable("--card"), bordercolor: lines, font: { color: variable("--text") }, align: "left" };
+    layout.showlegend = false;
+    for (const key of Object.keys(layout)) {
+      if (!/^[xy]axis/.test(key)) continue;
+      Object.assign(layout[key], { gridcolor: lines, linecolor: lines, fixedrange: narrow.matches });
+      if (narrow.matches && key === "yaxis" && layout[key].type === "category" && data[0].type !== "heatmap") {
+        Object.assign(layout[key], { ticklabelposition: "inside top", automargin: false });
+        Object.assign(layout.margin, { l: 8, r: 8 });
+      }
+    }
+    const trueEpsilon = switched.get(`${name} true-epsilon`);
+    const singleRuns = switched.get(`${name} single-runs`);
+    if (trueEpsilon) {
+      delete layout.xaxis.tickvals;
+      layout.xaxis.title.text = "true privacy loss ε (without bound: not drawn)";
+    }
+    for (const trace of data) {
+      if (trace.meta?.single) trace.visible = Boolean(singleRuns);
+      if (trace.meta?.asked && trueEpsilon) trace.x = trace.meta.true;
+      if (hidden.has(trace.legendgroup)) trace.visible = false;
+    }
+    return { data, layout };
+  }
+
+  function draw(name) {
+    const place = document.querySelector(`[data-figure="${CSS.escape(name)}"]`);
+    if (!place) return;
+    const { data, layout } = prepared(name);
+    return Plotly.react(place, data, layout, { responsive: true, displayModeBar: false });
+  }
+  const drawAll = () => Promise.all(Object.keys(figures).map(draw));
+
+  // One button for each group of lines; it is worked by mouse and keyboard, and rules all figures.
+  function legend(name) {
+    const place = document.querySelector(`[data-legend="${CSS.escape(name)}"]`);
+    const named = figures[name].data.filter((trace) => trace.legendgroup && trace.showlegend !== false);
+    const groups = new Map(named.map((trace) => [trace.legendgroup, trace]));
+    if (!place || groups.size < 2) return;
+    place.replaceChildren();
+    const plain = document.createElement("textarea"); // turns &lt; back into <, and makes no elements
+    for (const [group, trace] of groups) {
+      const button = document.createElement("button");
+      const swatch = document.createElement("span");
+      const colour = trace.line?.color ?? trace.marker?.color;
+      swatch.className = "swatch";
+      swatch.style.background = typeof colour === "string" ? colour : variable("--soft");
+      plain.innerHTML = figures[name].data.filter((each) => each.legendgroup === group).length > 1 ? group : trace.name;
+      button.type = "button";
+      button.dataset.group = group;
+      button.setAttribute("aria-pressed", String(!hidden.has(group)));
+      button.append(swatch, plain.value);
+      button.addEventListener("click", () => {
+        hidden.has(group) ? hidden.delete(group) : hidden.add(group);
+        for (const each of document.querySelectorAll(".legend button")) {
+          if (each.dataset.group === group) each.setAttribute("aria-pressed", String(!hidden.has(group)));
+        }
+        drawAll();
+      });
+      place.append(button);
+    }
+  }
+
+  function controls() {
+    for (const box of document.querySelectorAll("[data-control]")) {
+      const key = `${box.dataset.of} ${box.dataset.control}`;
+      box.checked = Boolean(switched.get(key));
+      box.addEventListener("change", () => {
+        switched.set(key, box.checked);
+        draw(box.dataset.of);
+      });
+    }
+  }
+
+  function show(all) {
+    figures = all;
+    Object.keys(figures).forEach(legend);
+    controls();
+    return drawAll();
+  }
+
+  // Live pages ask their server whether anything has changed, and keep what the reader has opened and switched.
+  function follow(state) {
+    const line = document.getElementById("live");
+    let known = state.version;
+    setInterval(async () => {
+      try {
+        const answer = await fetch(`update?known=${encodeURIComponent(known)}`);
+        if (!answer.ok) throw new Error(answer.statusText);
+        const news = answer.status === 204 ? null : await answer.json();
+        if (news) {
+          const opened = [...document.querySelectorAll("details[open]")].map((each) => each.id);
+          for (const place of document.querySelectorAll(".canvas")) Plotly.purge(place);
+          document.getElementById("header").innerHTML = news.header;
+          document.getElementById("main").innerHTML = news.main;
+          document.title = news.title;
+          opened.filter(Boolean).forEach((id) => document.getElementById(id)?.setAttribute("open", ""));
+          known = news.version;
+          await show(news.figures);
+        }
+        line.textContent = `Live: last looked at ${new Date().toLocaleTimeString()}.`;
+      } catch (error) {
+        line.textContent = "The server has stopped: this page no longer changes.";
+      }
+    }, state.every);
+  }
+
+  async function start() {
+    try {
+      await loadPlotly();
+      await show(values("figures"));
+    } catch (error) {
+      for (const place of document.querySelectorAll(".canvas")) {
+        place.classList.add("failed");
+        place.textContent = "This browser cannot draw the figure; its numbers are in the table below.";
+      }
+      console.error(error);
+      return;
+    }
+    dark.addEventListener("change", drawAll);
+    narrow.addEventListener("change", drawAll);
+    addEventListener("beforeprint", () => { printing = true; drawAll(); });
+    addEventListener("afterprint", () => { printing = false; drawAll(); });
+    const state = values("state");
+    if (state.live) follow(state);
+    document.documentElement.dataset.ready = "true";
+  }
+  start();
+})();

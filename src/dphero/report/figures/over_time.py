@@ -1,0 +1,234 @@
+"""Drawings of what changes over time, and of what an attacker could gain: plain values that plotly draws."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dphero.experiments.comparison.table import Row
+from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles
+from dphero.report.gain import RATES, worst_gain
+from dphero.report.read import Material, Run
+from dphero.report.words import accuracy as shown_accuracy
+from dphero.report.words import epsilon as shown_epsilon
+from dphero.report.words import percent
+
+__all__ = ["accuracy", "budget", "diagnostics", "gain"]
+
+_MOST_BANDS = 12
+_LARGE = 50.0  # an ε above this would hide all others on an even axis
+_CURVE_POINTS = 80
+
+
+def gain(material: Material) -> Drawing | None:
+    """The best true-positive rate of any attack at each false-positive rate."""
+    found = [(row, worst_gain(material.runs_of(row))) for row in material.rows]
+    known = [(row, each) for row, each in found if each.curve is not None]
+    if not known:
+        return None
+    style, data, shown = styles(material.rows), [], set[str]()
+    for row, each in known:
+        curve = each.curve
+        assert curve is not None
+        places = [k for k, rate in enumerate(curve.false_positive_rates) if rate >= 1e-4]
+        places = places[:: max(1, len(places) // _CURVE_POINTS)] + places[-1:]
+        data.append(
+            style[row.method].trace(row, shown)
+            | {
+                "x": [round(float(curve.false_positive_rates[k]), 7) for k in places],
+                "y": [round(float(curve.true_positive_rates[k]), 7) for k in places],
+                "mode": "lines",
+                "hovertemplate": f"{safe(line_label(row))}<br>false positives %{{x:.2%}}<br>"
+                "true positives at most %{y:.2%}<extra></extra>",
+            }
+        )
+    guess = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing", "legendgroup": "guessing"}
+    data.append(guess | {"line": {"color": "#888888", "width": 1, "dash": "dot"}, "hoverinfo": "skip"})
+    rates = {"type": "log", "tickformat": "~%", "dtick": 1}
+    drawn = layout("share of outsiders accused (false positives)", "share of members found (true positives)")
+    drawn["xaxis"] |= rates | {"range": [-4, 0]}
+    drawn["yaxis"] |= rates | {"range": [-4, 0.05]}
+    drawn["shapes"] = [_at(rate) for rate in RATES]
+    lines = [
+        [line_label(row), shown_epsilon(row.epsilon), *(percent(each.rates[rate]) for rate in RATES)]
+        for row, each in known
+    ]
+    return Drawing(
+        "gain",
+        "The best attack that the guarantee allows",
+        "Curves of the largest share of members that any attacker can find, against the share of outsiders accused "
+        "wrongly, both on logarithmic axes. The dotted diagonal is guessing; vertical lines mark 0.1 % and 1 %.",
+        {"data": data, "layout": drawn},
+        ("setting", "ε", "found at 0.1 % false positives", "found at 1 % false positives"),
+        lines,
+    )
+
+
+def _at(rate: float) -> dict[str, Any]:
+    place = {"x0": rate, "x1": rate, "y0": 0, "y1": 1, "yref": "paper"}
+    return {"type": "line", **place, "line": {"color": "#888888", "width": 1, "dash": "dash"}, "opacity": 0.6}
+
+
+def budget(material: Material) -> Drawing | None:
+    """The privacy loss spent, over the training."""
+    style, data, shown, lines, largest = styles(material.rows), [], set[str](), [], 0.0
+    for row in material.rows:
+        curve = mean_curve(material.runs_of(row), "epsilon")
+        if not curve or row.protects == "nothing":
+            continue
+        largest = max(largest, *(mean for _, mean, _ in curve))
+        data.append(
+            style[row.method].trace(row, shown)
+            | {
+                "x": [x for x, _, _ in curve],
+                "y": [mean for _, mean, _ in curve],
+                "mode": "lines+markers" if len(curve) < 30 else "lines",
+                "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: ε = %{{y:.4~g}}<extra></extra>",
+            }
+        )
+        middle = curve[len(curve) // 2]
+        asked = "" if row.asked_epsilon is None else f"{row.asked_epsilon:g}"
+        lines.append([line_label(row), shown_epsilon(middle[1]), shown_epsilon(curve[-1][1]), asked])
+    if not data:
+        return None
+    drawn = layout(_time(material), "ε spent")
+    drawn["yaxis"] |= {"type": "log"} if largest > _LARGE else {"rangemode": "tozero"}
+    return Drawing(
+        "budget",
+        "Budget spent over time",
+        "Lines of the privacy loss ε after each evaluation, one for each setting.",
+        {"data": data, "layout": drawn},
+        ("setting", "ε half-way", "ε at the end", "ε asked for"),
+        lines,
+    )
+
+
+def accuracy(material: Material) -> Drawing | None:
+    """Test accuracy over the training, with the spread over seeds."""
+    style, data, shown, lines = styles(material.rows), [], set[str](), []
+    curves = {number: mean_curve(material.runs_of(row), "accuracy") for number, row in enumerate(material.rows)}
+    for number, row in enumerate(material.rows):
+        curve = curves[number]
+        if not curve:
+            continue
+        if row.seeds > 1 and len(material.rows) <= _MOST_BANDS:
+            data.append(_band(curve, style[row.method], row))
+        data.append(
+            style[row.method].trace(row, shown)
+            | {
+                "x": [x for x, _, _ in curve],
+                "y": [mean for _, mean, _ in curve],
+                "customdata": [spread for _, _, spread in curve],
+                "mode": "lines+markers" if len(curve) < 30 else "lines",
+                "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: %{{y:.2%}} ± %{{customdata:.2%}}"
+                "<extra></extra>",
+            }
+        )
+        best = max(mean for _, mean, _ in curve)
+        lines.append(
+            [
+                line_label(row),
+                shown_accuracy(curve[-1][1], curve[-1][2] if row.seeds > 1 else None),
+                shown_accuracy(best),
+            ]
+        )
+    if not data:
+        return None
+    drawn = layout(_time(material), "test accuracy")
+    drawn["yaxis"] |= {"tickformat": "~%"}
+    return Drawing(
+        "accuracy",
+        "Accuracy over time",
+        "Lines of test accuracy after each evaluation, means over the seeds, with bands of one standard deviation.",
+        {"data": data, "layout": drawn},
+        ("setting", "accuracy at the end", "best of the mean"),
+        lines,
+    )
+
+
+def _band(curve: Sequence[tuple[float, float, float]], style: Style, row: Row) -> dict[str, Any]:
+    forth, back = list(curve), list(reversed(curve))
+    return {
+        "x": [x for x, _, _ in forth + back],
+        "y": [mean + spread for _, mean, spread in forth] + [mean - spread for _, mean, spread in back],
+        "fill": "toself",
+        "fillcolor": style.colour,
+        "opacity": 0.15,
+        "mode": "none",
+        "line": {"width": 0},
+        "legendgroup": style.group,
+        "name": safe(line_label(row)),
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+
+
+def diagnostics(material: Material) -> Drawing | None:
+    """Training losses and shares of clipped examples: computed from the private data without noise."""
+    style, data, shown, lines = styles(material.rows), [], set[str](), []
+    for row in material.rows:
+        runs = material.runs_of(row)
+        loss, clipped = mean_curve(runs, "loss"), mean_curve(runs, "clipped")
+        for curve, axis, dash in ((loss, "y", None), (clipped, "y2", "dash")):
+            if curve:
+                trace = style[row.method].trace(row, shown)
+                trace["line"] = dict(trace["line"]) | ({"dash": dash} if dash else {})
+                what = "loss" if axis == "y" else "clipped"
+                data.append(
+                    trace
+                    | {
+                        "x": [x for x, _, _ in curve],
+                        "y": [mean for _, mean, _ in curve],
+                        "yaxis": axis,
+                        "mode": "lines",
+                        "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: {what} %{{y:.4~g}}<extra></extra>",
+                    }
+                )
+        if loss or clipped:
+            ends = (f"{loss[-1][1]:.4g}" if loss else "–", f"{100 * clipped[-1][1]:.1f} %" if clipped else "–")
+            lines.append([line_label(row), *ends])
+    if not data:
+        return None
+    drawn = layout(_time(material), "training loss")
+    drawn["yaxis"] |= {"domain": [0.55, 1.0]}
+    drawn["yaxis2"] = dict(drawn["yaxis"]) | {"domain": [0.0, 0.42], "title": {"text": "share clipped"}}
+    drawn["yaxis2"] |= {"range": [-0.03, 1.03], "tickformat": "~%"}
+    drawn["xaxis"] |= {"anchor": "y2"}
+    return Drawing(
+        "diagnostics",
+        "Training loss and share of clipped examples",
+        "Two panels of lines over the training: mean training loss above, share of clipped examples below.",
+        {"data": data, "layout": drawn},
+        ("setting", "training loss at the end", "clipped at the end"),
+        lines,
+        height=480,
+    )
+
+
+def mean_curve(runs: Sequence[Run], name: str) -> list[tuple[float, float, float]]:
+    """Return (time, mean, sample sd) of a metric, where all begun runs were evaluated and the value is finite."""
+    begun = [{line["step"]: line for line in run.metrics} for run in runs if run.metrics]
+    if not begun:
+        return []
+    found = []
+    for step in sorted(set.intersection(*(set(lines) for lines in begun))):
+        values = [lines[step].get(name) for lines in begun]
+        numbers = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
+        if len(numbers) == len(begun):
+            spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+            found.append((_when(begun[0][step]), statistics.fmean(numbers), spread))
+    return found
+
+
+def _when(line: Mapping[str, Any]) -> float:
+    epoch = line.get("epoch")
+    return float(epoch) if isinstance(epoch, int | float) else float(line["step"])
+
+
+def _time(material: Material) -> str:
+    federated = {run.federation is not None for run in material.runs}
+    if federated == {True}:
+        return "round"
+    return "epoch (round of a federated run)" if True in federated else "epoch (passes over the data)"

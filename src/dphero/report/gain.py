@@ -1,0 +1,67 @@
+"""What an attacker could gain from what a run released, by the exact privacy curve of its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dphero.accounting import Ledger, TradeOff, UnpriceableError, trade_off
+from dphero.report.read import Run
+
+__all__ = ["RATES", "Gain", "gain_of", "worst_gain"]
+
+RATES = (0.001, 0.01)
+"""The rates of false positives at which the gain is told."""
+
+
+@dataclass(frozen=True, eq=False)
+class Gain:
+    """What an attacker could gain.
+
+    Attributes:
+        curve: The best true-positive rate at each false-positive rate; ``None`` if nothing is known.
+        reason: Why nothing is known.
+    """
+
+    curve: TradeOff | None
+    reason: str = ""
+
+    @property
+    def rates(self) -> dict[float, float]:
+        """The best true-positive rate at each of :data:`RATES`."""
+        if self.curve is None:
+            return {}
+        return {rate: self.curve.true_positive_rate(rate) for rate in RATES}
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the curve is proven."""
+        return self.curve is not None and self.curve.is_bound
+
+
+def gain_of(run: Run) -> Gain:
+    """Return what could be gained from a run so far."""
+    if run.ledger is None:
+        return Gain(None, "there is no ledger")
+    accountant = run.recipe.accountant if run.result is None else str(run.result["accountant"])
+    if any(event.adaptive for event in run.ledger.counts):
+        accountant = "filter"
+    return _gain(run.ledger.to_json(), accountant)
+
+
+def worst_gain(runs: Sequence[Run]) -> Gain:
+    """Return the largest gain among several runs; those of one setting mostly have the same ledger."""
+    gains = [gain_of(run) for run in runs if run.ledger is not None]
+    known = [gain for gain in gains if gain.curve is not None]
+    if not known:
+        return gains[0] if gains else Gain(None, "there is no ledger")
+    return max(known, key=lambda gain: gain.rates[RATES[-1]])
+
+
+@lru_cache(maxsize=1024)
+def _gain(ledger: str, accountant: str) -> Gain:
+    try:
+        return Gain(trade_off(Ledger.from_json(ledger), accountant))
+    except UnpriceableError as error:
+        return Gain(None, str(error))

@@ -1,0 +1,75 @@
+"""HTML in which every text is escaped: by construction, not by care."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["Html", "join", "script_json", "table", "tag"]
+
+
+class Html(str):
+    """Text that is HTML already. Any other ``str`` is escaped when it is put into a tag."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Itself, in a notebook."""
+        return str(self)
+
+
+def join(*parts: str | None) -> Html:
+    """Return parts one after another; those that are not HTML are escaped, ``None`` is left out."""
+    return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts if part is not None))
+
+
+def tag(name: str, /, *children: str | None, **attributes: Any) -> Html:
+    """Return an element; ``class_`` is the attribute ``class``, and ``data_x`` is ``data-x``.
+
+    An attribute of ``None`` or ``False`` is left out, one of ``True`` has no value.
+    """
+    shown = []
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        shown.append(f" {key}" if value is True else f' {key}="{html.escape(str(value))}"')
+    opened = f"<{name}{''.join(shown)}>"
+    return Html(opened) if name in ("input", "img", "br", "meta") else Html(f"{opened}{join(*children)}</{name}>")
+
+
+def table(
+    headings: Sequence[str], lines: Iterable[Sequence[str | None]], *, caption: str, numbers: Sequence[int] = ()
+) -> Html:
+    """Return a table that can be scrolled sideways where it is too wide.
+
+    Args:
+        headings: Of the columns; the first column names the line.
+        lines: The cells.
+        caption: What it shows.
+        numbers: Columns that hold numbers, set to the right.
+    """
+
+    def cell(place: int, text: str | None) -> Html:
+        kind = "number" if place in numbers else None
+        if place == 0:
+            return tag("th", text, scope="row", class_=kind)
+        return tag("td", text, class_=kind)
+
+    head = tag(
+        "tr",
+        *(tag("th", text, scope="col", class_="number" if k in numbers else None) for k, text in enumerate(headings)),
+    )
+    body = [tag("tr", *(cell(place, text) for place, text in enumerate(line))) for line in lines]
+    whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
+    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def script_json(name: str, value: Any) -> Html:
+    """Return values for the page's own script; nothing in them can end the element early."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return Html(f'<script type="application/json" id="{html.escape(name)}">{text}</script>')

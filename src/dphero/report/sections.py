@@ -1,0 +1,186 @@
+"""The parts of the page that are words and tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dphero.experiments.comparison.table import notes
+from dphero.report.figures.drawing import Drawing, line_label
+from dphero.report.markup import Html, join, table, tag
+from dphero.report.read import Material, Problem, Run
+from dphero.report.summary import badge
+from dphero.report.words import explain_epsilon, verdict
+
+__all__ = [
+    "environment", "figure", "gains", "problems", "promises", "recipe", "reproduce",
+]  # fmt: skip
+
+_MANY = 12
+_CONTROLS = {
+    "true-epsilon": "place methods at their true ε (not at the ε asked for)",
+    "single-runs": "show single runs",
+}
+
+
+def figure(drawing: Drawing) -> Html:
+    """Return the place of a figure: title, switches, canvas, and its numbers as a table."""
+    switches = [
+        tag("label", tag("input", type="checkbox", data_control=name, data_of=drawing.name), text)
+        for name, text in _CONTROLS.items()
+        if name in drawing.controls
+    ]
+    canvas = tag(
+        "div",
+        class_="canvas",
+        data_figure=drawing.name,
+        role="img",
+        aria_label=f"{drawing.title}. {drawing.description}",
+        style=f"height:{drawing.height}px",
+    )
+    numbers = table(drawing.headings, drawing.lines, caption=drawing.title, numbers=range(1, len(drawing.headings)))
+    return tag(
+        "figure",
+        tag("figcaption", tag("h3", drawing.title)),
+        tag("div", *switches, class_="controls") if switches else None,
+        tag("div", class_="legend", role="group", aria_label="Show or hide lines", data_legend=drawing.name),
+        canvas,
+        tag("details", tag("summary", "The numbers"), numbers, id=f"numbers-{drawing.name}"),
+    )
+
+
+def problems(found: Sequence[Problem]) -> Html | None:
+    """Return what was skipped, and why."""
+    if not found:
+        return None
+    items = [tag("li", tag("code", each.place), f": {each.what}") for each in found]
+    count = "One thing" if len(found) == 1 else f"{len(found)} things"
+    head = tag("strong", f"{count} could not be read and was skipped; all else is shown." if len(found) == 1
+               else f"{count} could not be read and were skipped; all else is shown.")  # fmt: skip
+    return tag("div", head, tag("ul", *items), class_="notice", role="alert", id="problems")
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def promises(material: Material) -> Html:
+    """Return what is promised, in plain words, with the whole statement of each setting to unfold."""
+    parts = []
+    for number, row in enumerate(material.rows):
+        runs = material.runs_of(row)
+        text = next((run.statement for run in runs if run.statement), "")
+        whole = (
+            tag("pre", text) if text else tag("p", "There is no statement yet: it is written when a run is finished.")
+        )
+        inside = join(tag("p", explain_epsilon(row)), whole)
+        if len(material.rows) == 1:
+            opened = tag("details", tag("summary", "The whole statement"), whole, id="statement-0")
+            parts.append(join(tag("p", explain_epsilon(row)), opened))
+        else:
+            head = tag("summary", line_label(row), " ", badge(verdict(row, runs)))
+            parts.append(tag("details", head, inside, id=f"statement-{number}"))
+    told = [tag("li", note) for note in notes(material.rows)]
+    return join(*parts, tag("ul", *told) if len(material.rows) > 1 else None)
+
+
+def gains() -> Html:
+    """Return how to read what an attacker could gain."""
+    return tag(
+        "p",
+        "The attacker here is the strongest there is: everything is known but whether one record was used, and all "
+        "that was released is seen. The curve follows from the whole privacy curve of the ledger by the "
+        "likelihood-ratio test: no attack can lie above it. From ε alone one would have to conclude far more.",
+    )
+
+
+def recipe(material: Material) -> Html:
+    """Return the settings: those that all runs share, and those in which they differ."""
+    flat = [
+        (run, _flat(run.recipe.as_dict()) | _flat(dict(run.federation or {}), "federation.")) for run in material.runs
+    ]
+    names = list(dict.fromkeys(name for _, values in flat for name in values))
+    same = {name for name in names if len({repr(values.get(name)) for _, values in flat}) == 1}
+    shared = [[name, _shown(name, flat[0][1].get(name))] for name in names if name in same]
+    parts = [
+        table(("setting", "value"), shared, caption="The same in all runs" if len(flat) > 1 else "Settings of the run")
+    ]
+    varied = [name for name in names if name not in same]
+    if varied:
+        lines = [[run.name, *(_shown(name, values.get(name)) for name in varied)] for run, values in flat]
+        whole = table(("run", *varied), lines, caption="What differs")
+        parts.append(
+            tag("details", tag("summary", f"What differs among {len(flat)} runs"), whole, id="differs")
+            if len(flat) > _MANY
+            else whole
+        )
+    return join(*parts, tag("p", "A seed is as secret as the data: it stays in the run's recipe.toml."))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, each in values.items():
+        found |= _flat(each, f"{prefix}{name}.") if isinstance(each, Mapping) else {f"{prefix}{name}": each}
+    return found
+
+
+def _shown(name: str, each: Any) -> str:
+    if name == "seed" and each is not None:
+        return "set, kept secret"
+    return "–" if each is None else f"{each:g}" if isinstance(each, float) else str(each)
+
+
+def environment(material: Material) -> Html | None:
+    """Return versions and machines, one table for all runs of the same."""
+    groups: dict[str, list[Run]] = {}
+    for run in material.runs:
+        if run.environment:
+            known = {name: each for name, each in run.environment.items() if name not in ("started", "command")}
+            groups.setdefault(repr(sorted(_flat(known).items())), []).append(run)
+    if not groups:
+        return None
+    parts = []
+    for runs in groups.values():
+        values = _flat(runs[0].environment)
+        lines = [[name.removeprefix("packages."), str(each)] for name, each in values.items() if each is not None]
+        caption = "All runs" if len(groups) == 1 else ", ".join(run.name for run in runs[:5])
+        parts.append(
+            table(("", "value"), lines, caption=caption + ("" if len(runs) < 6 or len(groups) == 1 else ", …"))
+        )
+    return join(*parts)
+
+
+def reproduce(material: Material) -> Html:
+    """Return the commands that repeat and check all this."""
+    packages = next((run.environment.get("packages") for run in material.runs if run.environment), None)
+    lines = []
+    if isinstance(packages, Mapping):
+        pins = [f"{name}=={version}" for name, version in packages.items() if version]
+        lines += ["# the same versions", f"pip install {' '.join(map(shlex.quote, pins))}", ""]
+    for run in material.runs[:3]:
+        place = shlex.quote(str(run.path))
+        if run.federation is not None:
+            lines += [
+                f"# {run.name}: the federated run goes on, or shows its outcome",
+                f"dphero federate --resume {place}",
+                "",
+            ]
+        else:
+            lines += [
+                "# train again by the same recipe (its seed included), and check the printed price",
+                f"dphero train --recipe {place}/recipe.toml --out again",
+                f"dphero audit {place} --quick",
+                "",
+            ]
+    if len(material.runs) > 3:
+        lines += [f"# … and so on for {len(material.runs) - 3} more runs", ""]
+    compared = [source for source in material.sources if (source / "plan.json").is_file()]
+    for source in compared:
+        lines += [
+            "# finish what is missing, and print the table",
+            f"dphero compare --resume {shlex.quote(str(source))}",
+            "",
+        ]
+    named = " ".join(shlex.quote(str(source)) for source in material.sources)
+    lines += ["# this page", f"dphero report {named} -o report.html"]
+    return tag("pre", "\n".join(lines))

@@ -1,0 +1,175 @@
+"""The answer in a few numbers: what it costs, what that means, how well the models do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from dphero.experiments.comparison.table import Row, tabulate
+from dphero.report.figures.drawing import line_label
+from dphero.report.gain import RATES, Gain, worst_gain
+from dphero.report.markup import Html, join, table, tag
+from dphero.report.read import Material, Run
+from dphero.report.words import Verdict, accuracy, epsilon, explain_epsilon, explain_gain, percent, setting, verdict
+
+__all__ = ["badge", "outcomes", "run_card", "summary"]
+
+_MANY = 12
+
+
+def badge(found: Verdict) -> Html:
+    """Return a verdict as a coloured word."""
+    return tag("span", found.text, class_=f"badge {found.kind}", title=found.why)
+
+
+def value(shown: str, exact: float | None) -> Html:
+    """Return a number as it is read, with the exact one for machines."""
+    return tag("span", shown, data_value=None if exact is None or not math.isfinite(exact) else repr(exact))
+
+
+def summary(material: Material) -> Html:
+    """Return the answer in a few numbers: what it costs, what that means, how well the model does."""
+    if len(material.rows) == 1:
+        return _one(material, material.rows[0])
+    return _several(material)
+
+
+def _one(material: Material, row: Row) -> Html:
+    runs, spent = material.runs_of(row), _spent(material, row)
+    gain = worst_gain(runs)
+    tiles = [
+        _tile(
+            "privacy loss",
+            join("ε = ", value(epsilon(spent), spent)),
+            f"at δ = {row.delta:g}",
+            badge(verdict(row, runs)),
+        ),
+        _tile(
+            "an attacker finds at most", _found(gain, RATES[1]), "of the members, accusing 1 in 100 outsiders wrongly"
+        ),
+        _tile("test accuracy", value(accuracy(*_accuracy(row, runs)), _accuracy(row, runs)[0]), _seeds(row)),
+        _tile("state", _state(row, runs), _steps(row, runs)),
+    ]
+    return join(
+        tag("ul", *tiles, class_="tiles"),
+        tag("p", explain_epsilon(row), class_="lead"),
+        tag("p", explain_gain(gain)) if row.protects != "nothing" else None,
+    )
+
+
+def _tile(what: str, shown: str, note: str, more: Html | None = None) -> Html:
+    return tag(
+        "li",
+        tag("span", what, class_="what"),
+        tag("span", shown, class_="value"),
+        more,
+        " " if more is not None else None,
+        tag("span", note, class_="note"),
+        class_="tile",
+    )
+
+
+def _several(material: Material) -> Html:
+    sound = [
+        row for row in material.rows if row.accuracy is not None and verdict(row, material.runs_of(row)).kind == "sound"
+    ]
+    words = []
+    if sound:
+        best = max(sound, key=lambda row: row.accuracy or 0.0)
+        words.append(
+            f"Among {len(sound)} settings with a proven bound, the most accurate is {line_label(best)}: "
+            f"{accuracy(best.accuracy, best.spread)} at a true ε of {epsilon(best.epsilon)}, δ = {best.delta:g}."
+        )
+    if any(not row.sound for row in material.rows):
+        words.append(
+            "Settings that are unsound as published are shown with their true ε: compare no accuracy with theirs."
+        )
+    shown = outcomes(material)
+    if len(material.rows) > _MANY:
+        shown = tag("details", tag("summary", f"All {len(material.rows)} settings"), shown, id="all-settings")
+    return join(*(tag("p", text, class_="lead") for text in words), shown)
+
+
+def outcomes(material: Material) -> Html:
+    """Return a table of all settings: what each costs, means and reaches."""
+    lines = []
+    for row in material.rows:
+        runs, spent = material.runs_of(row), _spent(material, row)
+        gain = worst_gain(runs)
+        lines.append(
+            [
+                line_label(row),
+                badge(verdict(row, runs)),
+                value(epsilon(spent), spent),
+                _found(gain, RATES[0]),
+                _found(gain, RATES[1]),
+                value(accuracy(row.accuracy, row.spread), row.accuracy),
+                _seeds(row),
+            ]
+        )
+    headings = ("setting", "verdict", "true ε", "found at 0.1 %", "found at 1 %", "accuracy", "runs")
+    caption = "“found at 1 %”: the most members that any attacker finds who accuses 1 % of outsiders wrongly"
+    return table(headings, lines, caption=caption, numbers=(2, 3, 4, 5))
+
+
+def _found(gain: Gain, rate: float) -> Html:
+    if gain.curve is None:
+        return tag("span", "not known", title=gain.reason)
+    exact = gain.rates[rate]
+    return value(percent(exact) + ("" if gain.is_bound else " (not proven)"), exact)
+
+
+def _spent(material: Material, row: Row) -> float | None:
+    """The ε of a row: of its finished runs, or of what the others have spent so far."""
+    if row.epsilon is not None or row.protects == "nothing":
+        return math.inf if row.protects == "nothing" else row.epsilon
+    last = [run.metrics[-1].get("epsilon") for run in material.runs_of(row) if run.metrics]
+    known = [float(each) for each in last if isinstance(each, int | float)]
+    return max(known, default=None)
+
+
+def _accuracy(row: Row, runs: Sequence[Run]) -> tuple[float | None, float | None]:
+    if row.accuracy is not None:
+        return row.accuracy, row.spread
+    last = [float(run.metrics[-1]["accuracy"]) for run in runs if run.metrics]
+    return (sum(last) / len(last) if last else None), None
+
+
+def _seeds(row: Row) -> str:
+    parts = [f"{row.seeds} run{'s' if row.seeds != 1 else ''}"] if row.seeds else []
+    parts += [f"{row.failed} failed"] if row.failed else []
+    parts += [f"{row.unfinished} unfinished"] if row.unfinished else []
+    return ", ".join(parts)
+
+
+def _state(row: Row, runs: Sequence[Run]) -> str:
+    if row.failed:
+        return "failed"
+    if not row.unfinished:
+        return "finished"
+    return "in training" if any(run.metrics for run in runs) else "begun"
+
+
+def _steps(row: Row, runs: Sequence[Run]) -> str:
+    if row.steps is not None:
+        return f"{row.steps:,.0f} steps in {row.seconds or 0:,.0f} s"
+    latest = max((int(run.metrics[-1]["step"]) for run in runs if run.metrics), default=0)
+    return f"{latest:,} steps so far"
+
+
+def run_card(run: Run) -> Html:
+    """Return one run in a few lines, for notebooks."""
+    row = tabulate([run.outcome])[0]
+    material = Material((run.path,), (run,), (row,), ())
+    facts = [
+        ["method", row.method],
+        ["data, model", f"{run.recipe.data}, {run.recipe.model}"],
+        ["true ε", f"{epsilon(_spent(material, row))} at δ = {row.delta:g}"],
+        ["verdict", verdict(row, [run]).text],
+        ["an attacker finds", explain_gain(worst_gain([run]))],
+        ["test accuracy", accuracy(_accuracy(row, [run])[0])],
+        ["state", f"{_state(row, [run])}, {_steps(row, [run])}"],
+        ["setting", setting(run.setting)],
+    ]
+    return table(("", "value"), [each for each in facts if each[1]], caption=f"run {Path(run.path).name}")

@@ -1,0 +1,111 @@
+"""Verdicts, numbers and sentences, the same ones wherever the page shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dphero.accounting.statement import round_up
+from dphero.experiments.comparison.table import Row, shown_price
+from dphero.report.gain import RATES, Gain
+from dphero.report.read import Run
+
+__all__ = ["Verdict", "accuracy", "epsilon", "explain_epsilon", "explain_gain", "percent", "verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a promise is worth, in a word.
+
+    Attributes:
+        kind: ``sound``, ``unproven``, ``unsound``, ``refuted`` or ``open``: the class of its colour.
+        text: For people.
+        why: A sentence more.
+    """
+
+    kind: str
+    text: str
+    why: str
+
+
+def verdict(row: Row, runs: Sequence[Run] = ()) -> Verdict:
+    """Return the verdict on the ε of a row, audits of its runs included."""
+    if any(run.audit is not None and run.audit.get("refuted") is True for run in runs):
+        return Verdict("refuted", "refuted by an audit", "An attack found more than the printed ε allows.")
+    if row.protects == "nothing":
+        return Verdict("open", "not private", "This training adds no noise and promises nothing.")
+    if not row.sound:
+        why = "The claim of its paper is wrong; the true ε is that of the weakest direction of its noise."
+        return Verdict("unsound", "unsound as published", why)
+    if row.epsilon is None:
+        return Verdict("open", "not finished", "The promise is made when the run is finished.")
+    if math.isinf(row.epsilon):
+        return Verdict("unsound", "nothing guaranteed", "The privacy loss is unbounded.")
+    if row.is_bound is False:
+        return Verdict("unproven", "not a proven bound", "Its statement says what the number rests on.")
+    return Verdict("sound", "proven bound", "The privacy loss is at most this: an upper bound with a proof.")
+
+
+def epsilon(value: float | None) -> str:
+    """Return a price, rounded up."""
+    return shown_price(value) or "–"
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """Return a share in percent, rounded up: what is gained must not shrink in print."""
+    return f"{min(round_up(100 * value, digits), 100.0):.{digits}f} %"
+
+
+def accuracy(mean: float | None, spread: float | None = None) -> str:
+    """Return an accuracy in percent, with its spread over the seeds."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean:.2f} %" if spread is None else f"{100 * mean:.2f} ± {100 * spread:.2f} %"
+
+
+def explain_epsilon(row: Row) -> str:
+    """Say in plain words what an ε means."""
+    unit = row.protects
+    if unit == "nothing":
+        return "Nothing is promised to anybody: whoever sees the model may learn anything about the training data."
+    if row.epsilon is None:
+        return f"The run is not finished. When it is, its statement says what is promised to {unit}."
+    if math.isinf(row.epsilon):
+        return f"Nothing is promised to {unit}: whoever sees the model may learn everything about it."
+    if not row.sound:
+        return (
+            f"The paper claims privacy for {unit}. The claim does not hold: the true ε is {epsilon(row.epsilon)}, "
+            "which protects nobody in practice."
+        )
+    factor = math.exp(row.epsilon) if row.epsilon < 50 else math.inf
+    times = f"a factor of {round_up(factor, 2):,.2f}" if factor < 1e6 else "an astronomical factor"
+    standing = "" if row.is_bound else " This is what its accountant charges, not a proven bound."
+    return (
+        f"Whoever sees the model, or all that was released while it was trained, learns little about {unit}: the "
+        f"probability of any outcome is the same with it and without it, up to {times} (e^ε), apart from a "
+        f"probability of δ = {row.delta:g}.{standing}"
+    )
+
+
+def explain_gain(gain: Gain) -> str:
+    """Say in plain words what an attacker could gain."""
+    if gain.curve is None:
+        return f"What an attacker could gain is not known: {gain.reason}."
+    few, more = (gain.rates[rate] for rate in RATES)
+    if few >= 0.995:
+        return "Nothing stops an attacker: a test that finds every member without a false alarm is not ruled out."
+    standing = "at most" if gain.is_bound else "about"
+    return (
+        f"An attacker who knows everything but whether one record was used, and sees all that was released, finds "
+        f"{standing} {percent(few)} of the members if one outsider in 1,000 may be accused wrongly, and {standing} "
+        f"{percent(more)} if one in 100 may. Blind guessing finds 0.1 % and 1 %."
+    )
+
+
+def setting(values: Mapping[str, Any]) -> str:
+    """Return settings as one text."""
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )
