@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import BudgetExhausted, PrivacyEngine, checkpoint, engine
 from dphero.mechanism import release as mechanism
+from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.release import Mechanism
 from dphero.noise import FastNoise, fast
 from dphero.noise import box_muller as pairs
@@ -96,15 +97,6 @@ def tails() -> Figures:
     return {"noise ends at": end, "impossible without the record": float(rate * steps * stats.norm.sf(end - 1 / sigma))}
 
 
-class Lot:
-    """One number as the sum of every parameter."""
-
-    count, marks = None, ()
-
-    def __init__(self, sums: dict[str, Tensor]) -> None:
-        self.sums = sums
-
-
 def lattice() -> Figures:
     """Guess from the grid of a release in bfloat16 whether a sum was there."""
     right = 0
@@ -115,8 +107,9 @@ def lattice() -> Figures:
             module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=data(),
             noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=LOT, dataset_size=60, guidance="isotropic",
         )  # fmt: skip
-        lot = Lot({name: torch.full(p.shape, value * there) for name, p in module.named_parameters()})
-        released = private._attached.mechanism.release(lot)  # type: ignore[arg-type]
+        it = private._attached.mechanism
+        sums = {name: torch.full(p.shape, value * there) for name, p in module.named_parameters()}
+        released = it.release(ClippedSum(sums, bound=1.0, geometry=it.norm_geometry, divisor=LOT))
         flat = torch.cat([part.flatten() for part in released.values()]).double()
         noise = (flat[flat.abs() < value / 8] - value) * 2**13
         right += bool(((noise - noise.round()).abs() < 0.1).double().mean() > 0.6) == there
@@ -223,7 +216,7 @@ ATTACKS = [
     Attack(
         "bfloat16",
         "reads the sum off the grid of noise in bfloat16",
-        **both(lattice, (mechanism, "_precise", lambda dtype: dtype)),
+        **both(lattice, (mechanism, "at_least_single", lambda dtype: dtype)),
     ),
     Attack(
         "continued twice",

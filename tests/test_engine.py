@@ -482,7 +482,7 @@ def test_a_geometry_made_ahead_outlives_a_checkpoint_on_a_gpu(before: int, tmp_p
     unbroken, saved, resumed = (on_gpu(guidance=PCA(refresh_every=3, exact_up_to=4, components=3)) for _ in range(3))
     unbroken.steps(9)
     saved.steps(before)
-    assert (saved.engine._attached.mechanism._next is not None) == (before % 3 == 0)
+    assert (saved.engine._attached.mechanism.shape._next is not None) == (before % 3 == 0)
     saved.engine.save(tmp_path / "run.pt")
     resumed.engine.load(tmp_path / "run.pt")
     resumed.steps(9 - before)

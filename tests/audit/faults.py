@@ -300,17 +300,14 @@ def _geometry_from_the_lot() -> AbstractContextManager[None]:
 
     def make(original: Any) -> Any:
         def release(self: Mechanism, lot: Any) -> dict[str, Tensor]:
-            public, shapes = self._geometry, dict(self._geometry)
+            shapes = dict(self.noise_geometry)
             for name, each in lot.sums.items():
                 rows = each.reshape(len(each), -1).norm(dim=1)
                 scales = torch.where(rows > rows.mean(), 2.0, 1.0).double()
                 if float(rows.max()) > 0 and each.dim() > 1:
                     shapes[name] = Geometry(tuple(each.shape), left=Diagonal(scales / scales.norm() * len(rows) ** 0.5))
-            self._geometry = shapes
-            try:
+            with _replaced(Mechanism, "noise_geometry", lambda _: shapes):
                 found: dict[str, Tensor] = original(self, lot)
-            finally:
-                self._geometry = public
             return found
 
         return release

@@ -265,46 +265,6 @@ def test_coloured_noise_has_the_covariance_it_claims(side: str) -> None:
     assert deviation(z) > limit
 
 
-@pytest.mark.parametrize("kind", ["LowRank", "Dense"])
-@pytest.mark.parametrize("shape, side", [((6, 5), "left"), ((6, 2, 2), "right"), ((6,), "left")], ids=str)
-def test_dispersed_noise_has_the_covariance_of_coloured_noise(shape: tuple[int, ...], side: str, kind: str) -> None:
-    """`shape_noise_` is linear in two independent normals: their images' squares must add up to A A^T, exactly."""
-    rows, columns = shape[0], math.prod(shape[1:])
-    size = rows if side == "left" else columns
-    factor: Factor = LowRank(basis(size, 2, 1, torch.float64), torch.tensor([0.9, 2.5], dtype=torch.float64), 0.7)
-    if kind == "Dense":
-        factor = Dense(basis(size, size, 1, torch.float64), torch.linspace(0.7, 2.5, size, dtype=torch.float64))
-    geometry, wanted = Geometry(shape, **{side: factor}), 2 if kind == "LowRank" else size
-    extra_normals = geometry.extra_normals(torch.float64)
-    assert extra_normals == ((wanted,) if len(shape) == 1 else (wanted, columns) if side == "left" else (rows, wanted))
-    images = []
-    for total, place in ((rows * columns, 0), (math.prod(extra_normals), 1)):
-        for unit in torch.eye(total, dtype=torch.float64):
-            normals = [torch.zeros(shape, dtype=torch.float64), torch.zeros(extra_normals, dtype=torch.float64)]
-            normals[place].view(-1).copy_(unit)
-            geometry.shape_noise_(*normals)
-            images.append(normals[0].flatten())
-    coloured = torch.stack([geometry.colour(unit.view(shape)).flatten() for unit in torch.eye(rows * columns).double()])
-    torch.testing.assert_close(torch.stack(images).mT @ torch.stack(images), coloured.mT @ coloured)
-
-
-def test_noise_is_coloured_where_it_cannot_be_dispersed() -> None:
-    """Where a direction gets less noise than the rest, in another precision, on both sides, or where it is dearer."""
-    wide = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.9, 2.5]), 0.7)
-    narrow = LowRank(basis(6, 2, 1, torch.float32), torch.tensor([0.6, 2.5]), 0.7)
-    assert Geometry((6, 6), left=wide).extra_normals(torch.float32) == (2, 6)
-    assert Geometry((6, 6), left=narrow).extra_normals(torch.float32) is None
-    assert Geometry((6, 6), left=wide).extra_normals(torch.float64) is None
-    assert Geometry((6, 6), left=wide, right=wide).extra_normals(torch.float32) is None
-    assert Geometry((2, 3), flat=wide).extra_normals(torch.float32) is None
-    assert identity((6, 6)).extra_normals(torch.float32) is None
-    assert Geometry((6, 6), left=Diagonal(torch.ones(6))).extra_normals(torch.float32) is None
-    dense = Dense(basis(6, 6, 1, torch.float32), torch.linspace(1, 2, 6))
-    assert Geometry((6, 1000), left=dense).extra_normals(torch.float32) == (6, 1000)
-    assert Geometry((6, 100_000), left=dense).extra_normals(torch.float32) is None
-    assert Geometry((6, 100_000), left=wide).extra_normals(torch.float32) == (2, 100_000)
-
-
 @pytest.mark.parametrize("side", ["none", "left", "right", "both", "flat"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_round_trip_is_bitwise(kind: str, side: str) -> None:
@@ -379,7 +339,3 @@ def test_factors_compute_in_full_precision_inside_a_shorter_one(monkeypatch: pyt
                 asked.clear()
                 call(torch.randn(shape), axis)
                 assert asked == [False]
-    for axis, shape, more in ((-1, (5, 8), (5, 3)), (-2, (8, 5), (3, 5))):  # that of low rank
-        asked.clear()
-        factor.shape_noise_(torch.randn(shape), torch.randn(more), axis)
-        assert asked == [False]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from types import SimpleNamespace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from dphero.geometry.factors import Diagonal, LowRank, Scalar
 from dphero.geometry.geometry import Geometry, identity
 from dphero.guidance import PCA, Block, History, Isotropic, Released
 from dphero.guidance import pca as weights
+from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
 from tests.trainer import Training, network, training
@@ -34,6 +35,11 @@ SIGMA, CLIP, LOT = 1.7, 0.3, 12.0
 def mechanism(run: Training) -> Mechanism:
     assert run.engine._run is not None
     return run.engine._run.mechanism
+
+
+def clipped(it: Mechanism, sums: Mapping[str, Tensor]) -> ClippedSum:
+    """Some sums, as if they had been clipped by what the mechanism clips by."""
+    return ClippedSum(sums, bound=it.clipping.norm, geometry=it.norm_geometry, divisor=it.expected_lot)
 
 
 def nothing(out: Tensor, label: Tensor) -> Tensor:
@@ -122,14 +128,6 @@ def test_the_directions_are_those_of_the_geometry() -> None:
     a = shape.left.colour(torch.eye(24, dtype=torch.float64))
     assert score(a) == pytest.approx(1, abs=4 * math.sqrt(2 / 276))
     assert score(a.flip(0).flip(1)) > 10  # the same scales along other directions
-
-
-def test_low_rank_noise_takes_the_short_way_and_the_long_one() -> None:
-    """So that the law above is tested on both."""
-    for exponent, short in ((0.5, True), (-0.5, False)):
-        guidance = PCA(exponent=exponent, floor=0.05, solver="subspace", components=3)
-        shape = mechanism(training(wide(), guidance=guidance)).noise_geometry["2.weight"]
-        assert (shape.extra_normals(torch.float32) is not None) == short
 
 
 def test_ball_noise_covers_every_direction() -> None:
@@ -250,7 +248,6 @@ def test_the_divisor_is_public(lot: float) -> None:
 
 
 @pytest.mark.usefixtures("same_noise")
-@pytest.mark.usefixtures("same_noise")
 def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
     """Against micro-batches of one: the same seed with and without gradients differs by the clipped sum alone."""
     private, noise = training(guidance="isotropic"), training(guidance="isotropic")
@@ -268,25 +265,6 @@ def test_a_release_is_the_clipped_sum_plus_the_noise() -> None:
         torch.testing.assert_close((found[name] - zero[name]) * LOT, expected[name], rtol=1e-4, atol=1e-5)
 
 
-def test_sums_become_gradients_only_where_they_own_their_memory() -> None:
-    run = training(wide(), guidance="isotropic", noise_multiplier=SIGMA, max_grad_norm=CLIP)
-    it = mechanism(run)
-    shapes = {name: parameter.shape for name, parameter in it._parameters.items()}
-    own = {name: torch.ones(shape) for name, shape in shapes.items()}
-    assert it._becoming_gradients(own, {}).keys() == own.keys()
-    longer = {name: torch.ones(2 * shape.numel())[: shape.numel()].view(shape) for name, shape in shapes.items()}
-    same = dict.fromkeys(["0.weight"], own["0.weight"]) | {"again": own["0.weight"]}
-    strided = {"0.weight": torch.ones(shapes["0.weight"][::-1]).T}
-    wider = {"0.weight": own["0.weight"].double()}
-    for others in (longer, same, strided, wider):
-        assert not it._becoming_gradients(others, {})
-    guidance = PCA(exponent=-0.5, exact_up_to=8, components=3)
-    shaped = mechanism(training(wide(), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP))
-    # where the noise is shaped by a product that is added to it, the sum may lie under it
-    added = {name for name in own if shaped.noise_geometry[name].extra_normals(torch.float32) is not None}
-    assert added and shaped._becoming_gradients(own, shaped._further()[1]).keys() == added != own.keys()
-
-
 @pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
@@ -294,34 +272,16 @@ def test_a_sum_under_shaped_noise_comes_out_as_it_went_in(side: str) -> None:
     module = wide()
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     sums = {name: torch.randn(shape, generator=torch.Generator().manual_seed(5)) for name, shape in shapes.items()}
-    released, shaped = [], 0
+    released = []
     for factor in (0.0, 1.0):
         guidance = PCA(side=side, exact_up_to=4, components=3)
         run = training(copy.deepcopy(module), guidance=guidance, noise_multiplier=SIGMA, max_grad_norm=CLIP, seed=3)
         it = mechanism(run)
         given = {name: factor * value for name, value in sums.items()}
-        lot = SimpleNamespace(sums=given, marks=(), count=None)
-        shaped = sum(
-            not it.noise_geometry[name].is_identity for name in it._becoming_gradients(given, it._further()[1])
-        )
-        released.append({name: value.clone() for name, value in it.release(lot).items()})
-    assert shaped
+        assert not all(shape.is_identity for shape in it.noise_geometry.values())
+        released.append(it.release(clipped(it, given)))
     for name, value in sums.items():
         torch.testing.assert_close(released[1][name] - released[0][name], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.usefixtures("same_noise")
-def test_it_makes_no_difference_whether_a_sum_becomes_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = wide()
-
-    def gradients() -> list[Any]:
-        run = training(copy.deepcopy(module), guidance="isotropic", noise_multiplier=SIGMA, max_grad_norm=CLIP, seed=3)
-        return run.steps(3)
-
-    in_place = gradients()
-    monkeypatch.setattr(Mechanism, "_becoming_gradients", lambda self, *_: {})
-    for one, other in zip(in_place, gradients(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_noise_never_repeats() -> None:
@@ -331,6 +291,54 @@ def test_noise_never_repeats() -> None:
         assert len({tuple(vector.tolist()) for vector in vectors}) == 12
         table = np.corrcoef(torch.stack(vectors).double().numpy())
         assert np.abs(table[np.triu_indices(12, 1)]).max() < 0.5
+
+
+# -- what may be released --------------------------------------------------------------------------------------
+
+
+def test_a_lot_is_released_only_once_and_only_as_it_was_clipped() -> None:
+    it = mechanism(training(wide(), max_grad_norm=CLIP))
+    zeros = {name: torch.zeros(shape.shape) for name, shape in it.norm_geometry.items()}
+    right: dict[str, Any] = {"bound": CLIP, "geometry": it.norm_geometry, "divisor": LOT}
+    lot = ClippedSum(zeros, **right)
+    it.release(lot)
+    with pytest.raises(RuntimeError, match="released before"):
+        it.release(lot)
+    for wrong, words in (
+        ({"bound": 2 * CLIP}, "clipped to 0.6, the noise is for 0.3"),
+        ({"divisor": 1.0}, "divided by 1, the noise by 12"),
+        ({"geometry": dict(it.norm_geometry)}, "another geometry"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            it.release(ClippedSum(zeros, **{**right, **wrong}))
+    assert it.ledger.steps == it.releases == 1  # what is refused costs nothing
+
+
+def test_a_clipped_sum_has_a_bound_and_a_geometry() -> None:
+    shapes, w = {"w": identity((2, 3))}, torch.zeros(2, 3)
+    for sums, options in (
+        ({"w": w}, {"geometry": None}),
+        ({"w": w.T}, {}),
+        ({"v": w}, {}),
+        ({"w": w}, {"bound": 0.0}),
+        ({"w": w}, {"bound": math.nan}),
+        ({"w": w}, {"divisor": math.inf}),
+    ):
+        with pytest.raises(ValueError):
+            ClippedSum(sums, **{"bound": 1.0, "geometry": shapes, "divisor": 1.0, **options})  # type: ignore[arg-type]
+    ClippedSum({}, bound=1.0, geometry=None, divisor=1.0)  # a lot of nobody
+
+
+def test_bound_and_geometry_stay_within_a_lot() -> None:
+    run = training(physical_batch_size=2, guidance="pca")
+    batches = iter(run.loader)
+    x, y = next(batches)
+    F.cross_entropy(run.module(x), y).backward()
+    mechanism(run).shape.refresh(1, 1.0)
+    with pytest.raises(RuntimeError, match="changed within a lot"):
+        x, y = next(batches)
+        F.cross_entropy(run.module(x), y).backward()
+    assert run.engine.ledger.steps == 0
 
 
 # -- what is charged -------------------------------------------------------------------------------------------
@@ -508,7 +516,7 @@ def test_the_event_is_recorded_before_the_noise_is_drawn(monkeypatch: pytest.Mon
     """A release that fails half-way is paid for: never the other way round."""
     run = training()
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise MemoryError("no room")
 
     monkeypatch.setattr(mechanism(run).noise, "fill", fail)
@@ -650,7 +658,12 @@ def test_guidance_may_begin_one_lot_before_it_is_asked(begins: bool) -> None:
     assert seen == [2.0] * 3 + [4.0] * 3 + [6.0]  # from lot 3 and 6 on, whenever it was made
 
 
-def test_weights_are_decomposed_while_the_step_before_is_under_way() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weights_are_decomposed_when_they_are_asked_for_or_a_step_ahead(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ahead:  # as on a GPU
+        monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
     run = training(guidance=PCA(refresh_every=3, solver="eigh", exponent=1.0))
     known: list[Tensor] = [run.module[0].weight.detach().clone()]
     for _ in range(4):
@@ -659,31 +672,30 @@ def test_weights_are_decomposed_while_the_step_before_is_under_way() -> None:
     factor = mechanism(run).noise_geometry["0.weight"].left
     for step, weight in enumerate(known):
         again = PCA(solver="eigh", exponent=1.0).geometry(Released(0, (Block("w", weight),), 1.0))["w"].left
-        assert torch.allclose(factor.matrix, again.matrix, rtol=1e-4, atol=1e-5) == (step == 2), step
+        assert torch.allclose(factor.matrix, again.matrix, rtol=1e-4, atol=1e-5) == (step == 3 - ahead), step
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("solver", ["subspace", "eigh"])
-def test_weights_that_cannot_be_decomposed_ahead_spoil_no_release(solver: Any) -> None:
+def test_weights_that_cannot_be_decomposed_spoil_no_release(
+    solver: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ahead:  # as on a GPU: found out during a release, which is whole; the next is not begun
+        monkeypatch.setattr(weights, "_AHEAD", ("cpu",))
     module = network(0, nn.Linear(8, 140), nn.Tanh(), nn.Linear(140, 8))
     run = training(module, guidance=PCA(refresh_every=3, solver=solver))
     run.steps(2)
     good = module[2].weight.detach().clone()
     with torch.no_grad():
         module[2].weight[0, 0] = math.nan
-    if solver == "eigh":  # large, and so decomposed before the lot
-        with pytest.raises(ValueError, match="diverged"):
-            run.steps(1)
-        charged = 2
-    else:  # found out while noise is drawn: that release is whole, the next is not begun
+    run.steps(1)
+    with pytest.raises(ValueError, match="diverged"):
         run.steps(1)
-        with pytest.raises(ValueError, match="diverged"):
-            run.steps(1)
-        charged = 3
-    assert run.engine.ledger.steps == charged == mechanism(run).releases
+    assert run.engine.ledger.steps == 3 == mechanism(run).releases
     with torch.no_grad():
         module[2].weight.copy_(good)
     run.steps(3)
-    assert run.engine.ledger.steps == charged + 3
+    assert run.engine.ledger.steps == 6
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -694,7 +706,7 @@ def test_a_checkpoint_carries_what_was_made_ahead(before: int, at_once: bool, mo
     unbroken, saved, resumed = (training(guidance=PCA(refresh_every=3), seed=1) for _ in range(3))
     unbroken.steps(8)
     saved.steps(before)
-    assert (mechanism(saved)._next is not None) == (before == 3)
+    assert (mechanism(saved).shape._next is not None) == (before == 3 and at_once)
     buffer = io.BytesIO()
     torch.save(saved.engine._attached.state_dict(), buffer)
     buffer.seek(0)
@@ -719,7 +731,7 @@ def lattice_guesses(rounded_before: bool, monkeypatch: pytest.MonkeyPatch) -> in
     output is small and its own grid fine: it then shows the sum, up to the coarse grid.
     """
     if rounded_before:
-        monkeypatch.setattr("dphero.mechanism.release._precise", lambda dtype: dtype)
+        monkeypatch.setattr("dphero.mechanism.release.at_least_single", lambda dtype: dtype)
     right = 0
     for trial in range(20):
         module = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)).bfloat16()
@@ -727,7 +739,7 @@ def lattice_guesses(rounded_before: bool, monkeypatch: pytest.MonkeyPatch) -> in
         it, truth = mechanism(run), trial % 2 == 0
         candidate = 0.3 / LOT
         sums = {name: torch.full(p.shape, candidate * truth) for name, p in it._parameters.items()}
-        released = it.release(SimpleNamespace(sums=sums, marks=(), count=None))
+        released = it.release(clipped(it, sums))
         flat = torch.cat([value.flatten() for value in released.values()]).double()
         noise = (flat[flat.abs() < candidate / 8] - candidate) * 2**13  # were the sum there; in units of its grid
         guess = bool(((noise - noise.round()).abs() < 0.1).double().mean() > 0.6)
@@ -753,9 +765,9 @@ def test_noise_is_drawn_shaped_and_added_in_single_precision(
     filled: list[torch.dtype] = []
     fill = run.engine._attached.mechanism.noise.fill
 
-    def watched(tensors: Any, *arguments: Any) -> None:
+    def watched(tensors: Any, *arguments: Any, **options: Any) -> None:
         filled.extend(tensor.dtype for tensor in tensors)
-        fill(tensors, *arguments)
+        fill(tensors, *arguments, **options)
 
     monkeypatch.setattr(run.engine._attached.mechanism.noise, "fill", watched)
     steps = run.steps(3)

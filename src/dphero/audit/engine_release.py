@@ -193,7 +193,7 @@ class _Side:
         if self._known is not None and self._known[0] is known[0] and self._known[1] == known[1]:
             return
         self._known = known
-        unit = mechanism._gradient_multiplier * mechanism.clipping.norm
+        unit = mechanism.gradient_multiplier * mechanism.clipping.norm
         moved = self._moved(1.0)
         self._mu = math.sqrt(sum(float(each.square().sum()) for each in moved.values()))
         pulls = {size: self._moved(size) for size in set(self.neighbours) if size}
@@ -212,7 +212,7 @@ class _Side:
         gradient = {name: g * size for name, g in self._gradient.items()}
         norms = {name: mechanism.norm_geometry[name].square_norm(g)[None] for name, g in gradient.items()}
         weights = mechanism.clipping.weights(norms)
-        unit = mechanism._gradient_multiplier * mechanism.clipping.norm
+        unit = mechanism.gradient_multiplier * mechanism.clipping.norm
         return {name: mechanism.noise_geometry[name].whiten(g * weights[name]) / unit for name, g in gradient.items()}
 
 
@@ -260,8 +260,8 @@ def _prepare(
     mechanism, shaped = engine._attached.mechanism, settings.mechanism == "ellipsoid"
     if guidance.needs_gradients and not shaped:
         for _ in range(_WARM_UP):
-            mechanism.release(LotSum(mechanism.clipping))
-        mechanism.refresh()
+            mechanism.release(LotSum(mechanism.clipping).finish(mechanism.expected_lot))
+        mechanism.shape.refresh(mechanism.releases, mechanism.noise_scale)
     geometry = mechanism.noise_geometry
     engine.detach()
     plants = plant(

@@ -9,13 +9,13 @@ from typing import Any
 
 from dphero.accounting import DEFAULT_FILTER_ORDER, Budget, Event, Ledger, Price, Statement, price, statement
 from dphero.engine.sources import hashed_key
+from dphero.mechanism.published import UNSOUND
 from dphero.mechanism.release import Mechanism
 
 __all__ = ["Account"]
 
 logger = logging.getLogger(__name__)
 
-_UNSOUND = "UNSOUND AS PUBLISHED: the noise is far weaker along some directions than the recipe claims."
 _KEY_SHARED = (
     "Another run of the same process used the same key of noise (a seed, or a checkpoint continued twice). Its noise "
     "was another wherever its sums were; if both runs are published, their budgets add up."
@@ -154,7 +154,7 @@ class Account:
         mechanism = self._mechanism
         if mechanism is not None:
             shared = getattr(mechanism.noise, "key_shared", False)
-            found = {_UNSOUND: mechanism.mode == "published", _SEEDED: mechanism.noise.seeded, _KEY_SHARED: shared}
+            found = {UNSOUND: mechanism.mode == "published", _SEEDED: mechanism.noise.seeded, _KEY_SHARED: shared}
             self._notes |= {note: None for note, holds in found.items() if holds}
         self._notes |= dict.fromkeys(more)
         return tuple(self._notes)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from dphero._checks import closest, one_of, positive, whole
 from dphero.guidance import Guidance
-from dphero.mechanism.release import Mode
+from dphero.mechanism.modes import Mode
+from dphero.mechanism.published import require_consent
 
 __all__ = ["Clipping", "Options", "require_known"]
 
@@ -52,7 +53,7 @@ class Options:
         for length in self.lengths:
             whole("pad_to", length)
         if self.mechanism == "published":
-            self._require_consent()
+            require_consent(unsound=self.unsound, sampling=self.sampling, clipping=self.clipping)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -60,17 +61,6 @@ class Options:
         if self.pad_to is None:
             return ()
         return (self.pad_to,) if isinstance(self.pad_to, int) else tuple(self.pad_to)
-
-    def _require_consent(self) -> None:
-        if not self.unsound:
-            raise ValueError(
-                'mechanism="published" is the recipe as printed: its noise is weakest along some directions and its '
-                "true ε is far above the claimed one. To study it, pass unsound=True; to train, use the ellipsoid."
-            )
-        if self.sampling != "poisson":
-            raise ValueError('mechanism="published" is priced for Poisson sampling alone; pass sampling="poisson"')
-        if self.clipping == "adaptive":  # the noise on its count would not follow the geometry that the price assumes
-            raise ValueError('mechanism="published" cannot be priced with clipping="adaptive"; use "flat"')
 
 
 def require_known(options: Mapping[str, Any], method: Any) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from dphero.accounting import AdaptiveGaussian, Event, Ledger, PoissonGaussian, ShuffledGaussian
+from dphero.accounting import Event, Ledger, PoissonGaussian, ShuffledGaussian
 from dphero.engine.options import Options
+from dphero.mechanism import published
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
 from dphero.sampling import Lots, PoissonSampler, Sampler, ShuffleSampler, dataset_of, public_lot, public_rate
 
@@ -58,7 +59,9 @@ def plan_lots(options: Options, source: DataLoader[Any] | Dataset[Any], key: int
             expected_batch_size=options.expected_batch_size,
             dataset_size=options.dataset_size,
         )
-        event = partial(AdaptiveGaussian if options.mechanism == "published" else PoissonGaussian, rate)
+        event: Callable[[float], Event] = partial(PoissonGaussian, rate)
+        if options.mechanism == "published":
+            event = published.poisson_event(rate)
         return LotPlan(records, expected, PoissonSampler(records, rate, key), lots, event)
     expected = _fixed_lot(options, source)
     # a number that no epoch has had: a second permutation under an old one would be free of charge

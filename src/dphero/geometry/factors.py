@@ -43,7 +43,6 @@ class Factor(ABC):
     smallest: float
     largest: float
     dtype: torch.dtype | None = None
-    _dispersion: Tensor | None = None
     _arguments: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -69,30 +68,6 @@ class Factor(ABC):
     def colour_(self, x: Tensor, axis: int = -1) -> None:
         """Replaces x by A x, in place."""
         x.copy_(self.colour(x, axis))
-
-    def extra_normals(self, dtype: torch.dtype) -> int:
-        """Returns how many further normals `shape_noise_` wants for each vector; 0: `colour_` is the only way."""
-        return 0 if self._dispersion is None or self.dtype != dtype else self._dispersion.shape[1]
-
-    def shape_noise_(self, x: Tensor, extra_normals: Tensor, axis: int = -1, *, prescaled: bool = False) -> None:
-        """Replaces x ~ N(0, I), in place, by noise of the law of A x: s x + D extra_normals, by one product.
-
-        s is the smallest singular value, and s^2 I + D D^T = A A^T.
-
-        Args:
-            x: a matrix, or a vector, of standard normals, in the precision that `extra_normals` was asked about.
-            extra_normals: independent standard normals: x's shape, with `extra_normals()` for `size` along `axis`.
-            axis: -1 or -2.
-            prescaled: x has deviation s already. What it holds besides noise then stays as it is.
-        """
-        assert self._dispersion is not None
-        start = 1.0 if prescaled else self.smallest  # a CPU takes longer for any factor but 1
-        with matmul_tf32(x, allow=False):  # as in `act`
-            if x.dim() == 1:
-                x.addmv_(self._dispersion, extra_normals, beta=start)
-                return
-            left, right = (self._dispersion, extra_normals) if axis == -2 else (extra_normals, self._dispersion.mT)
-            x.addmm_(left, right, beta=start)
 
     def whiten(self, x: Tensor, axis: int = -1) -> Tensor:
         """Returns A^-1 x along `axis` (-1 or -2)."""
@@ -206,12 +181,9 @@ class Dense(Factor):
         self.size, self.dtype = len(basis), self.basis.dtype
         v = scales.to(self.dtype).tolist()
         self._admit(*v)  # once more, rounded
-        roots = [math.sqrt(x * x - self.smallest * self.smallest) for x in v]
-        rows = _sent([v, [1.0 / x for x in v], roots], self.basis)
+        rows = _sent([v, [1.0 / x for x in v]], self.basis)
         self.scales = rows[0]
-        turned = self.basis * rows[:, None]
-        self.matrix, self.inverse = (turned[:2] @ self.basis.mT).unbind()
-        self._dispersion = turned[2]
+        self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix
@@ -273,18 +245,16 @@ class LowRank(Factor):
         v, s = scales.to(self.dtype).tolist(), self.rest
         self._admit(*v, s)  # once more, rounded
         w, t = [1.0 / x for x in v], 1.0 / s
-        # s z + U sqrt(v^2 - s^2) z' has covariance A^2; where a v_i is below s there is no root, and no short way.
+        # where a v_i is below s there is no root
         whole = self.smallest >= s
-        roots = [[math.sqrt(x * x - s * s) for x in v], [math.sqrt(t * t - y * y) for y in w]] if whole else []
-        outer = [[x - s for x in v], [y - t for y in w], *roots]
+        outer = [[x - s for x in v], [y - t for y in w], *([[math.sqrt(t * t - y * y) for y in w]] if whole else [])]
         self._room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(self.dtype).eps
         within = [y * y - t * t for y in w]
         rows = _sent([v, within, [(1.0 + self._room) * t * t] * len(v), *outer], self.basis)
         self.scales, self._inverse_squares, self._whole_scale = rows[0], rows[1], rows[2, :1]
         turned = (self.basis * rows[3:, None]).unbind()
         self._spread, self._gather = turned[:2]
-        self._dispersion = turned[2] if whole else None
-        self._taken = turned[3] if whole else None
+        self._taken = turned[2] if whole else None
         # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
         self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= _TOLERANCE
 

@@ -22,8 +22,6 @@ from dphero.geometry.factors import Factor, Scalar
 
 __all__ = ["Geometry", "identity"]
 
-_FEW = 1 << 14  # for so many numbers, to draw as many again takes less time than to handle the noise apart from the sum
-
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
@@ -92,6 +90,8 @@ class Geometry:
 
     def colour_(self, z: Tensor) -> None:
         """Replaces a contiguous z by A z, in place."""
+        if self.is_identity:
+            return
         if self.flat is not None:
             self.flat.colour_(z.view(-1))
         elif len(self.shape) == 1 and self.left is not None:
@@ -102,30 +102,6 @@ class Geometry:
                 self.left.colour_(matrix, axis=-2)
             if self.right is not None:
                 self.right.colour_(matrix)
-
-    def extra_normals(self, dtype: torch.dtype) -> tuple[int, ...] | None:
-        """Returns the shape of the further normals with which `shape_noise_` is cheaper than `colour_`, else None."""
-        factor = self.left or self.right
-        if factor is None or self.flat is not None or (self.left is not None and self.right is not None):
-            return None
-        wanted = factor.extra_normals(dtype)
-        if not wanted or (wanted == factor.size and self.rows * self.columns > _FEW):
-            return None
-        if len(self.shape) == 1:
-            return (wanted,)
-        return (wanted, self.columns) if factor is self.left else (self.rows, wanted)
-
-    def shape_noise_(self, z: Tensor, extra_normals: Tensor, *, prescaled: bool = False) -> None:
-        """Replaces a contiguous z ~ N(0, I) by noise of the law of A z, given further normals.
-
-        With `prescaled`, z has deviation `smallest` already, and what it holds besides stays as it is.
-        """
-        matrix = z if z.dim() in (1, 2) else z.view(self.rows, self.columns)
-        if self.left is not None:
-            self.left.shape_noise_(matrix, extra_normals, axis=-2, prescaled=prescaled)
-        else:
-            assert self.right is not None
-            self.right.shape_noise_(matrix, extra_normals, prescaled=prescaled)
 
     def square_norm(self, g: Tensor) -> Tensor:
         """Returns ||A^-1 g||^2 for each index of the batch axes, at least in float32."""

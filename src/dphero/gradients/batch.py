@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dphero.geometry.geometry import Geometry
 from dphero.gradients.pieces import Piece
 
 __all__ = ["GradientBatch", "PieceMaker"]
@@ -24,11 +25,13 @@ class GradientBatch:
         rows: Number of examples n.
         pieces: One piece for each parameter that the backward pass reached.
         square_norms: ‖A⁻¹ g_i‖² of each of them, of shape ``(n,)``.
+        geometry: A, by name: the mapping in which these norms were taken.
     """
 
     rows: int
     pieces: dict[str, Piece]
     square_norms: dict[str, Tensor]
+    geometry: Mapping[str, Geometry] | None = None
 
     def stacked_norms(self) -> Tensor:
         """Return the square norms of all parameters, in their order, of shape ``(parameters, n)``."""

@@ -118,7 +118,7 @@ class Prepares(Protocol):
     """A guidance that wants to know one step before `geometry` is asked, to begin with what takes long."""
 
     def prepare(self, released: Released) -> bool:
-        """Begins, and returns whether `geometry` may be asked before the step's end, while noise is drawn.
+        """Begins, and returns whether `geometry` may be asked at the step's end, before the next lot.
 
         It may be called again, or not at all, before the next `geometry`.
         """

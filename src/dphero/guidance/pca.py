@@ -23,8 +23,6 @@ INVERSE = -1.0
 """Exponent of the paper's text: noise in proportion to the inverse eigenvalue."""
 _AHEAD = ("cuda",)
 """Devices that work on while Python does."""
-_LONG = 128
-"""Rows beyond which an exact decomposition takes longer than the noise of a small model, and threads help with it."""
 
 
 @dataclass(eq=False)
@@ -88,19 +86,15 @@ class PCA:
 
     @torch.no_grad()
     def prepare(self, released: Released) -> bool:
-        """The next `geometry` will be that of the weights as they are now.
+        """Begins with the decomposition on a GPU, which does it between other work; on a CPU there is nothing to gain.
 
-        A GPU begins at once: it does this between other work, and is not waited for. A CPU does here what would keep
-        one thread busy for long; else all is done where `geometry` is asked, alongside the noise.
+        The next `geometry` will then be that of the weights as they are now.
         """
-        if self.exponent == 0.0:
+        if self.exponent == 0.0 or not any(block.value.device.type in _AHEAD for block in released.blocks):
             return False
-        aside = any(block.value.device.type in _AHEAD for block in released.blocks)
-        sides = {side: self._axes(released, side) for side in self._sides}
-        if aside or any(self._takes_long(*each) for axes in sides.values() for each in axes):
-            self._begun = {side: self._search(axes) for side, axes in sides.items()}
-            for search in self._begun.values():
-                search.begin(aside=aside)
+        self._begun = {side: self._search(self._axes(released, side)) for side in self._sides}
+        for search in self._begun.values():
+            search.begin()
         return True
 
     @torch.no_grad()
@@ -172,9 +166,6 @@ class PCA:
         size = block.length(axis)
         small = size <= self.exact_up_to or self.floor == 0.0
         return self.solver == "eigh" or (self.solver == "auto" and small) or self._resolved >= size
-
-    def _takes_long(self, block: Block, axis: Axis) -> bool:
-        return self._is_exact(block, axis) and block.length(axis) > _LONG
 
 
 def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> Tensor:

@@ -98,13 +98,9 @@ class Search:
         )
         self._solved: Future[tuple[list[_Decomposed], list[Solved]]] | None = None
 
-    def begin(self, *, aside: bool) -> None:
-        """Does what is done on the CPU: aside, in a thread, as soon as the devices have done their part; or at once."""
-        if aside:
-            self._solved = _THREAD.submit(self._solve)
-        else:
-            self._solved = Future()
-            self._solved.set_result(self._solve())
+    def begin(self) -> None:
+        """Does what is done on the CPU in a thread, as soon as the devices have done their part."""
+        self._solved = _THREAD.submit(self._solve)
 
     def _solve(self) -> tuple[list[_Decomposed], list[Solved]]:
         grams = self._grams.arrived()

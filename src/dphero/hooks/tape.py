@@ -146,6 +146,7 @@ class Tape:
                 {name: piece for name, (piece, _) in ready.items()},
                 {name: norms for name, (_, norms) in ready.items()},
             )
+        batch.geometry = self._geometry
         ready.clear()  # the pieces are the batch's alone
         with full_precision():
             self._consume(batch)

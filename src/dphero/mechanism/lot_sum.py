@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch
+from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.clipping import Clipping
 from dphero.numerics.transfer import Fetched
 
@@ -49,9 +51,22 @@ class LotSum:
         """Start a new lot."""
         self._settle()
         self._sums: dict[str, Tensor] = {}
+        self._clipped_to: tuple[float, float, Mapping[str, Geometry] | None] | None = None  # C, B and A of the lot
         self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64, device="cpu")
         self._marks: list[Tensor] = []
         self._finite, self._norms = 0.0, 0.0  # number of finite gradients in this lot, and the sum of their norms
+
+    def finish(self, divisor: float = 1.0) -> ClippedSum:
+        """Return the sum of the whole lot, with the bound and the geometry it was clipped by.
+
+        Args:
+            divisor: B, for a lot in which there is nobody.
+        """
+        self._settle()
+        bound, divided_by, geometry = self._clipped_to or (self._clipping.norm, divisor, None)
+        return ClippedSum(
+            self._sums, bound=bound, geometry=geometry, divisor=divided_by, count=self._count, marks=self._marks
+        )
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -88,8 +103,8 @@ class LotSum:
             divisor: B. It costs nothing to divide here, where each example gets its weight.
 
         Raises:
-            RuntimeError: If the model was called on another number of rows than the loader handed out; nothing
-                is added then.
+            RuntimeError: If the model was called on another number of rows than the loader handed out, or if bound,
+                divisor or geometry are others than in this lot's earlier batches; nothing is added then.
         """
         for name, norms in batch.square_norms.items():
             if len(norms) != batch.rows:
@@ -100,6 +115,7 @@ class LotSum:
         self._settle()
         if real == 0 or not batch.pieces:
             return
+        self._require_same_lot(divisor, batch.geometry)
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
         stacked = batch.stacked_norms()[:, :real] * (scale * slack) ** 2
         finite = stacked.sum(0).isfinite()  # before the next line, which would make a 0 of minus infinity
@@ -115,6 +131,14 @@ class LotSum:
         final = reading.is_here and float(reading.arrived()[0][0]) == real
         sums = _sums(batch, weights, keep, factor, final=final)
         self._added = _Added(batch, real, factor, stacked, finite, squares, reading, sums)
+
+    def _require_same_lot(self, divisor: float, geometry: Mapping[str, Geometry] | None) -> None:
+        """Refuse a batch that is clipped otherwise than those before it: one noise must cover them all."""
+        now = (self._clipping.norm, divisor, geometry)
+        if self._clipped_to is None:
+            self._clipped_to = now
+        elif self._clipped_to[:2] != now[:2] or self._clipped_to[2] is not geometry:
+            raise RuntimeError("bound, divisor or geometry changed within a lot: its noise would not cover its sum")
 
     def _settle(self) -> None:
         """Take the batch that was added last into the lot, less what is not finite."""

@@ -12,6 +12,5 @@ Both refuse to serve one release twice: two sums under the same noise differ by 
 from dphero.noise.fast import FastNoise
 from dphero.noise.secure import SecureNoise
 from dphero.noise.source import NoiseSource, can_keep
-from dphero.noise.threads import overlap
 
-__all__ = ["FastNoise", "NoiseSource", "SecureNoise", "can_keep", "overlap"]
+__all__ = ["FastNoise", "NoiseSource", "SecureNoise", "can_keep"]

@@ -12,14 +12,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["overlap", "run_on_torch_threads"]
+__all__ = ["run_on_torch_threads"]
 
 _Work = Callable[[int], None]
 
@@ -47,41 +46,6 @@ if hasattr(os, "register_at_fork"):  # where processes fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class _Waiting(threading.local):
-    """What this thread does alongside the next team that it calls together."""
-
-    work: Callable[[], None] | None = None
-
-    def take(self) -> Callable[[], None] | None:
-        """Return the work, which then is no longer waiting."""
-        work, self.work = self.work, None
-        return work
-
-
-_waiting = _Waiting()
-
-
-@contextmanager
-def overlap(work: Callable[[], None] | None) -> Iterator[None]:
-    """Do what is in the block, and ``work`` (if any) on this thread while the first team called there does its own.
-
-    Where none is called, the work is done at the end. For what consists of many small operations, during which other
-    threads would have nothing to do.
-    """
-    if work is None:
-        yield
-        return
-    _waiting.work = work
-    try:
-        yield
-    except BaseException:
-        _waiting.take()
-        raise
-    left = _waiting.take()
-    if left is not None:
-        left()
-
-
 def run_on_torch_threads(work: _Work, threads: int) -> None:
     """Call ``work(0)``, ``work(1)``, … at the same time, each on a thread of its own, and wait for all.
 
@@ -93,14 +57,10 @@ def run_on_torch_threads(work: _Work, threads: int) -> None:
         KeyboardInterrupt: If the handler of a signal raised something where it could not be kept.
     """
     numbers, errors, ended = iter(range(threads)), list[BaseException](), list[int]()
-    own, caller = _waiting.take(), threading.get_ident()
-    if own is not None:  # then one thread more can be of use
-        threads = max(threads, min(threads + 1, torch.get_num_threads()))
+    caller = threading.get_ident()
 
     def call(_: object = None) -> None:
         try:
-            if own is not None and threading.get_ident() == caller:
-                _alone(own)
             number = next(numbers, None)
             if number is not None:
                 work(number)
@@ -116,16 +76,6 @@ def run_on_torch_threads(work: _Work, threads: int) -> None:
         raise errors[0]
     if caller not in ended:  # a signal came before the first line above; C has nowhere to put what its handler raises
         raise KeyboardInterrupt
-
-
-def _alone(work: Callable[[], None]) -> None:
-    """Call on this thread, with no others: LAPACK would ask for some of its own, and wait for those that are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        work()
-    finally:
-        torch.set_num_threads(before)
 
 
 def _apart(call: Callable[[], None], threads: int) -> None:

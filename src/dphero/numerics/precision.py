@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "matmul_tf32"]
+__all__ = ["at_least_single", "full_precision", "matmul_tf32"]
 
 _AS_EVER = nullcontext()
 
 
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    """Return a floating-point type itself, or float32 for shorter ones."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
 def matmul_tf32(x: Tensor, *, allow: bool) -> AbstractContextManager[None]:
-    """Let a GPU round the factors of matrix products to TF32 or not, whatever its user set for his own."""
+    """Force TF32 matrix products on or off on a GPU, overriding the user's setting."""
     return _products_on_gpu(allow) if x.is_cuda else _AS_EVER
 
 

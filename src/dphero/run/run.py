@@ -137,7 +137,7 @@ class Run:
         try:
             self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
             if batch.last:
-                released = self.mechanism.release(self.lot_sum)
+                released = self.mechanism.release(self.lot_sum.finish(self.mechanism.expected_lot))
             added = True
         finally:
             if self.mechanism.releases > releases:  # even if an error followed: nobody may see this lot a second time

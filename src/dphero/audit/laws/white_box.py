@@ -174,7 +174,7 @@ class _Watched:
         """Return σ C / B, by what is charged; an adaptive bound is public, and so is what it leaves of σ."""
         clip_norm, multiplier = self.settings.max_grad_norm, self.settings.noise_multiplier
         if self.settings.clipping == "adaptive":
-            clip_norm, multiplier = self.mechanism.clipping.norm, self.mechanism._gradient_multiplier
+            clip_norm, multiplier = self.mechanism.clipping.norm, self.mechanism.gradient_multiplier
         return multiplier * clip_norm / self.expected
 
     def _compare(self) -> None:
@@ -201,33 +201,27 @@ class _Watched:
 class _Onlooker:
     """Makes geometries from released things alone, at the times at which the mechanism does.
 
-    It is the engine's mechanism with a guidance of its own, to which nothing but released gradients is shown.
+    It has a copy of the engine's guidance, to which nothing but released gradients is shown.
     """
 
     def __init__(self, mechanism: Mechanism) -> None:
-        self._watched, self._own = mechanism, copy.copy(mechanism)
-        self._own.guidance = copy.deepcopy(mechanism.guidance)
+        self._mechanism, self._shape = mechanism, mechanism.shape.independent_copy()
+        self._step, self._noise_scale = mechanism.releases, mechanism.noise_scale
 
     @property
     def geometry(self) -> Mapping[str, Geometry]:
         """The geometry of the coming release's noise."""
-        return self._own.noise_geometry
+        return self._shape.noise
 
     def before_lot(self) -> None:
         """Renew the geometry when its time has come."""
-        self._own.clipping = copy.copy(self._watched.clipping)  # its bound is public
-        self._own.before_lot()
+        self._noise_scale = self._mechanism.noise_scale  # public, as an adaptive bound is
+        self._shape.before_lot(self._step, self._noise_scale)
 
     def follow(self, released: Mapping[str, Tensor]) -> None:
         """Take note of one release."""
-        own = self._own
-        if own._begun:
-            own._ask_ahead()
-        own.releases += 1
-        if own.guidance.needs_gradients:
-            own._last = dict(released)
-            own.guidance.observe(own._released())
-            own._last = None
+        self._step += 1
+        self._shape.after_release(self._step, self._noise_scale, released)
 
 
 def _distance(ours: Mapping[str, Geometry], theirs: Mapping[str, Geometry]) -> float:
