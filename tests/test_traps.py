@@ -537,6 +537,17 @@ def test_no_gradient_without_noise_reaches_the_optimizer(leak: Any, monkeypatch:
         assert not same(before, third.weights())
 
 
+def test_an_iteration_that_ends_in_the_middle_of_a_lot_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """As by a trainer that stops after len(loader) batches, whatever physical_batch_size makes of a lot."""
+    for options, warnings in (({}, 0), ({"physical_batch_size": 3}, 1)):
+        made = training(**options)
+        for _ in range(2):  # epochs, of which each stops after two batches
+            for x, y in itertools.islice(iter(made.loader), 2):
+                F.cross_entropy(made.module(x), y).backward()
+        assert sum("ended in the middle of lot 0" in record.getMessage() for record in caplog.records) == warnings
+        assert made.engine.steps == (0 if warnings else 4)
+
+
 def test_gradients_taken_while_paused_never_reach_the_optimizer() -> None:
     made = training()
     before = made.weights()

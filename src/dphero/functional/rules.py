@@ -7,7 +7,7 @@ output and some of the other arguments, rows in front: nothing is formed. Norms 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,27 @@ from torch import Tensor
 from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.gradients.pieces import Explicit, Outer, Piece, Rows
 
-__all__ = ["SIMPLER", "PieceRule", "piece_rules"]
+__all__ = ["SIMPLER", "PieceRule", "piece_rules", "register_function"]
 
 PieceRule = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
 """An unbatched argument, what makes its piece, and the tensors that this needs besides the output's gradient."""
+
+
+_R = TypeVar("_R", bound=Callable[..., "list[PieceRule] | None"])
+
+
+def register_function(*functions: Any) -> Callable[[_R], _R]:
+    """Register a rule for torch functions (``docs/extend/function-rule.md``).
+
+    The rule takes the function's arguments, and returns a :data:`PieceRule` for each that may be unbatched; ``None``
+    where it does not fit them.
+    """
+
+    def add(rule: _R) -> _R:
+        _RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return add
 
 
 def piece_rules(func: Any, args: Any, kwargs: Any, unbatched: Sequence[Tensor]) -> list[PieceRule] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
 
 __all__ = ["PrivateLoader"]
+
+logger = logging.getLogger(__name__)
 
 
 class PrivateLoader:
@@ -69,10 +72,11 @@ class PrivateLoader:
         )
         self._check = CollateCheck()
         self._iterations = 0
+        self._warned = False
         self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
 
     def __len__(self) -> int:
-        """Return the number of lots in an epoch, 1/q rounded."""
+        """Return the number of lots in an epoch, 1/q rounded; with ``physical_batch_size`` there are more batches."""
         return self.sampler.lots_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,9 +110,29 @@ class PrivateLoader:
                     self.lots.require_captured()
                     if physical.last:
                         break
+        except GeneratorExit:  # somebody has enough, as trainers do that count batches
+            if iteration == self._iterations:
+                self._warn_if_in_parts()
+            raise
         finally:
             if iteration == self._iterations:  # else it is a newer iteration that has a batch in hand
                 self.lots.generators.end()
+
+    def _warn_if_in_parts(self) -> None:
+        """Say, once, that an iteration ended in the middle of a lot."""
+        if not self.lots.in_parts or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "The iteration over the private loader ended in the middle of lot %d. Nothing of it was released; it comes "
+            "again, whole, in the next iteration. A lot comes in several batches (physical_batch_size=%s), while "
+            "len(loader) counts lots, %d in an epoch: a trainer that stops after that many batches (Lightning, the "
+            "Trainer of transformers) trains on fewer lots than it seems. engine.steps tells how many were released; "
+            "give it more epochs, or leave physical_batch_size out.",
+            self.lots.next,
+            self.physical_batch_size,
+            len(self),
+        )
 
     def _parts(
         self, physical: PhysicalBatch, members: list[int], fetched: list[Part]
