@@ -178,7 +178,7 @@ def write_table(runs: Path, methods: list[str]) -> None:
 
 def strategies(runs: Path, rounds: int) -> None:
     common = f"--data mnist --model lenet --method sgd --clients 10 --sampled 10 --rounds {rounds}"
-    common += " --partition dirichlet --alpha 0.5 --lot 64 --lr 0.1 --momentum 0 --seed 1"
+    common += " --partition dirichlet --alpha 0.5 --lot 32 --lr 0.2 --momentum 0 --seed 1"
     rows = []
     for strategy, published in STRATEGIES.items():
         out = runs / f"strategy-{strategy}-{rounds}"
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/federated"))
     parser.add_argument("--seed", type=int, action="append", help="of table; 1, 2 and 3 unless given")
     parser.add_argument("--method", action="append", help="of table; dp-hero and dp-sgd unless given")
-    parser.add_argument("--rounds", type=int, default=10, help="of strategies")
+    parser.add_argument("--rounds", type=int, default=8, help="of strategies")
     options = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     if options.part == "table":

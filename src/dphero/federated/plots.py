@@ -35,9 +35,10 @@ def plot_partition(counts: NDArray[np.int64], classes: tuple[str, ...], path: Pa
     axes = figure.subplots()
     image = axes.imshow(shown, aspect="auto", cmap="viridis", vmin=0)
     axes.set_xticks(range(len(classes)), classes, rotation=45 if max(map(len, classes)) > 3 else 0)
-    axes.set_yticks(range(len(shown))[:: max(1, len(shown) // 20)])
+    rows_named = range(len(shown))[:: max(1, len(shown) // 20)]
+    axes.set_yticks(rows_named, [f"{row}  ({shown[row].sum():,})" for row in rows_named])
     axes.set_xlabel("class")
-    axes.set_ylabel("client")
+    axes.set_ylabel("client (examples in all)")
     axes.set_title(title if len(shown) == len(counts) else f"{title} (the first {len(shown)} clients)")
     if shown.size <= 200:
         middle = shown.max() / 2

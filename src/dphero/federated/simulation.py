@@ -157,7 +157,6 @@ def _quietly() -> Iterator[None]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_BACKEND_LOG_LEVEL": "error",
     }
     for name, value in found.items():
         os.environ.setdefault(name, value)

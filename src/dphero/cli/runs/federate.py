@@ -26,6 +26,7 @@ from dphero.cli._options import (
     TrustOption,
 )
 from dphero.cli._progress import ProgressDisplay
+from dphero.cli.privacy._price import in_words
 from dphero.cli.runs import _training as training
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _line(progress: RoundProgress) -> str:
         None if progress.accuracy is None else f"accuracy {progress.accuracy:.2%}",
         _spent(progress),
         f"{progress.averaged} averaged",
-        f"{progress.declined} of all clients declined" if progress.declined else None,
+        f"{progress.declined} declined so far" if progress.declined else None,
         f"rejected: {', '.join(progress.rejected)}" if progress.rejected else None,
         f"failed: {', '.join(progress.failed)}" if progress.failed else None,
     ]
@@ -256,13 +257,22 @@ def _spent(progress: RoundProgress) -> str | None:
 def _show(result: dict[str, Any]) -> None:
     """Print the outcome for people."""
     run = Path(result["run"])
+    sigma, median = result["noise_multiplier"], result["epsilon_median"]
     rows = {
-        "method": f"{result['method']}, {result['strategy']}, {result['partition']}",
+        "privacy": in_words(result["epsilon"], result["delta"], is_bound=result["is_bound"])
+        + ("" if result["worst_client"] is None else f" for the examples of client {result['worst_client']}, the most")
+        + ("" if median is None else f"; median of all clients {median:.4g}"),
+        "method": f"{result['method']}" + ("" if sigma is None else f", noise multiplier {sigma:.4g} there"),
+        "federation": f"{result['strategy']}, {result['partition']}",
         "rounds": f"{result['rounds']:,} in {result['seconds']:.0f} s",
-        "declined": ", ".join(result["declined"]) or "nobody",
+        "declined": ", ".join(f"client {name}" for name in result["declined"]) or "nobody",
         "kept in": result["run"],
     }
     statements = [run / name for name in ("statement.txt", "statement-clients.txt")]
-    training.show_outcome(
+    screen = training.show_outcome(
         result["accuracy"], rows, *(path.read_text(encoding="utf-8") for path in statements if path.exists())
+    )
+    screen.print(
+        "\nAccuracies are those of the server's own test data. The directory holds a whole simulation, the clients' "
+        "secrets included: dphero publish copies what may leave it."
     )

@@ -48,7 +48,11 @@ def record_level(
     card = METHODS[recipe.method].card
     ledger = ledgers[worst] if worst is not None else Ledger()
     adaptive = any(event.adaptive for event in ledger.counts)
-    counted = "records, declared public" if federation.weights == "records" else "nothing: all weigh the same"
+    weighted = (
+        "Updates are weighted by the clients' numbers of records, which are declared public."
+        if federation.weights == "records"
+        else "All updates weigh the same."
+    )
     notes = [
         f"Worst client: {worst}. The price is that of its answers in all rounds; no other client's is higher."
         if worst is not None
@@ -59,7 +63,7 @@ def record_level(
         "knows who took part in which round, so that sampling clients earns nothing here.",
         "Who must be trusted: the client's own machine and the code that runs there; the server and the network need "
         "not be, for this promise.",
-        f"Updates are weighted by {counted}. Losses and accuracies of clients are not sent.",
+        f"{weighted} Losses and accuracies of clients are not sent.",
         "An example that several clients hold is protected by the sum of their prices.",
         *_SCAFFOLD.get((federation.strategy, federation.controls), ()),
         *_SHARED.get(federation.shared, ()),
