@@ -16,7 +16,7 @@ from dphero import data as datasets
 from dphero import experiments
 from dphero.accounting import Ledger, price
 from dphero.data import Split
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.federated.client import local_training
 from dphero.federated.client import training_round as client
 from dphero.federated.client.files import ClientFiles, ClientState

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.experiments import resolve
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.methods import make
 from dphero.methods.trainers.head import headless
 

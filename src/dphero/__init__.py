@@ -27,3 +27,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dphero' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names too, those that are not imported yet: completion finds them."""
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dphero import data
 from dphero.experiments.defaults import resolve
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.models import FeatureModel, build, require_rowwise
 
 WIDTH = 6

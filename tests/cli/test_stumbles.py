@@ -44,6 +44,7 @@ def refused(*arguments):
         ((*TRAIN, "--model", "os:system"), "called with 2 arguments"),
         ((*TRAIN, "--model", "os:getcwd"), "called with 2 arguments"),
         ((*TRAIN, "--model", "json:dumps"), "called with 2 arguments"),
+        ((*TRAIN, "--mechanism", "published"), "--method dp-hero-published"),
         (("compare", "--data", "digits", "--epsilons", "3", "--seeds", ""), "--seeds is empty"),
         (("compare", "--data", "digits", "--epsilons", ""), "--epsilons is empty"),
         (("audit", "published", "--releases", "100000000000000"), "--releases"),
@@ -84,6 +85,19 @@ def test_a_refused_run_leaves_no_folder_behind(tmp_path):
     (tmp_path / "kept").mkdir()
     refused("train", "--data", "digits", "--epsilon", 3, "--device", "cuda:77", "--out", tmp_path / "kept")
     assert (tmp_path / "kept").exists()
+
+
+def test_a_message_of_several_lines_keeps_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = (
+        "def network(shape, classes):\n    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64))\n"
+    )
+    (tmp_path / "mixing.py").write_text(f"import torch\n{lines}")
+    result = CliRunner().invoke(app, [*TRAIN, "--model", "mixing:network"])
+    first, second, third = result.stderr.splitlines()
+    assert first == "dphero: error: these modules cannot be made private:"
+    assert second.startswith("  1 (BatchNorm1d): it normalises") and "dphero.fix(module)" in third
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_module_of_somebody_else_is_no_extra_of_dphero(tmp_path, monkeypatch):

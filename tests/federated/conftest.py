@@ -7,7 +7,7 @@ import pytest
 from dphero import data as datasets
 from dphero import experiments
 from dphero.data import Split
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.federated.client.training_round import Client
 from dphero.federated.settings import Federation
 from tests.federated.small import SETTINGS

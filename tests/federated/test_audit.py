@@ -11,7 +11,7 @@ from dphero import experiments
 from dphero.audit.bounds.claims import claim_of_ledger
 from dphero.audit.bounds.two_sample import audit
 from dphero.data import Split
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.federated.client.training_round import Client
 from dphero.federated.requests import Request
 from dphero.federated.settings import Federation

@@ -15,7 +15,7 @@ from dphero import experiments
 from dphero.accounting import Ledger, PoissonGaussian, price
 from dphero.data import Split
 from dphero.experiments import RunDirectory
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.federated.directory import create, federation_of
 from dphero.federated.partitions import split
 from dphero.federated.requests import Request

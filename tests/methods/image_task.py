@@ -14,7 +14,7 @@ from torch import Tensor
 from dphero import data
 from dphero.experiments.defaults import resolve
 from dphero.experiments.runs.evaluation import Evaluation
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.methods import Task, Trainer, make
 
 

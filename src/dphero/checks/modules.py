@@ -35,7 +35,7 @@ def require_private_modules(module: nn.Module) -> None:
             problems.append(f"{label}: {why}")
             fixable = False
     if problems:
-        advice = "\ndphero.fix(module) replaces them." if fixable else ""
+        advice = "\ndphero.fix(module) puts private ones in their place." if fixable else ""
         raise ValueError("these modules cannot be made private:\n  " + "\n  ".join(problems) + advice)
 
 
@@ -44,7 +44,7 @@ def _mixes(module: nn.Module) -> str | None:
     if isinstance(module, _BatchNorm):
         return (
             "it normalises each example by the others of its batch, and its running statistics hold the data, whether "
-            "or not it is affine, frozen or in evaluation mode now; use GroupNorm (dphero.fix puts one in its place)"
+            "or not it is affine, frozen or in evaluation mode now; use GroupNorm"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         return "its running statistics hold the data; use track_running_stats=False"

@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from dphero.cli._app import OneLineErrors, version
+from dphero.cli._app import ErrorsInWords, version
 
 app = typer.Typer(
     name="dphero",
-    cls=OneLineErrors,
+    cls=ErrorsInWords,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -37,8 +37,11 @@ def _without_accent(letter: str) -> str:
 codecs.register_error("dphero", _spell_out)
 
 
-class OneLineErrors(TyperGroup):
-    """Shows an error as one line on stderr with exit code 2: wrong usage, and what the library refuses."""
+class ErrorsInWords(TyperGroup):
+    """Shows wrong usage, and what the library refuses, in words on stderr, with exit code 2 and without a traceback.
+
+    That is one line, ``dphero: error: …``; further lines of a message (a list, say) are indented below it.
+    """
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command line and leave the process."""
@@ -75,7 +78,8 @@ class OneLineErrors(TyperGroup):
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    say(f"dphero: error: {' '.join(message.split())}")
+    first, *more = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
+    say("\n  ".join([f"dphero: error: {first}", *more]))
     sys.exit(status)
 
 

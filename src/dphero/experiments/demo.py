@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from dphero.accounting import Statement
 from dphero.data import load
 from dphero.engine import PrivacyEngine
+from dphero.experiments.threads import threads_by_size
 from dphero.models import build
 
 __all__ = ["Progress", "Result", "digits", "network", "train"]
@@ -114,7 +115,20 @@ def train(
             f"delta must be above 0 and below 1 / {len(data)} (one over the number of training images), got {delta:g}: "
             "a larger one would allow publishing somebody's image"
         )
-    model = network()
+    with threads_by_size(model := network(), data.tensors[0][:1], LOT):
+        return _train(model, data, held_out, epsilon, delta, epochs, seed, report)
+
+
+def _train(
+    model: nn.Module,
+    data: TensorDataset,
+    held_out: TensorDataset,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    seed: int | None,
+    report: Callable[[Progress], None],
+) -> Result:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     engine = PrivacyEngine()
     _, _, loader = engine.make_private_with_epsilon(

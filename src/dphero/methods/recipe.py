@@ -109,6 +109,11 @@ class Recipe:
         for name in ("physical_batch", "evaluate_every"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
+        if self.mechanism == "published":
+            raise ValueError(
+                "mechanism 'published' is UNSOUND AS PUBLISHED, and is a method of its own: to study it, use "
+                "--method dp-hero-published --noise-multiplier 1; to train, leave --mechanism out"
+            )
         if self.channels is not None:
             one_of("channels", self.channels, (1, 3))
         for epoch in self.keep_epochs or ():

@@ -22,6 +22,8 @@ from dphero.cli._progress import ProgressDisplay
 if TYPE_CHECKING:
     from dphero.experiments import RunDirectory
 
+_RUNS = Path("runs")
+
 
 def given_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that the user gave, as a recipe takes them."""
@@ -44,7 +46,7 @@ def new_folder(recipe: Any, prefix: str = "") -> Path:
     """Return a name under runs/ that tells what and when, and is free."""
     stem = f"{prefix}{Path(recipe.data.replace(':', '-')).stem}-{recipe.method}-{datetime.now():%Y%m%d-%H%M%S}"
     names = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
-    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+    return next(path for path in (_RUNS / name for name in names) if not path.exists())
 
 
 @contextmanager
@@ -68,6 +70,8 @@ def leaving_nothing_halfway(
     except (ValueError, OSError, ImportError):
         if new and not directory.checkpoint.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
+            if directory.path.parent == _RUNS and not any(_RUNS.iterdir()):
+                _RUNS.rmdir()
         raise
     except Interrupted as error:
         display.stop()

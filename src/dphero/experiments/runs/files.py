@@ -7,12 +7,26 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dphero._files import DamagedFile, open_for_append, read_bytes, write_atomically
+from dphero._files import DamagedFile, open_for_append, open_json, read_bytes, write_atomically
 
-__all__ = ["append_line", "parse_json", "parse_lines", "read_json", "sha256", "to_json", "write_text"]
+__all__ = [
+    "OF_FILES",
+    "append_line",
+    "digests",
+    "evaluations",
+    "evaluations_until",
+    "outcome",
+    "parse_json",
+    "parse_lines",
+    "read_json",
+    "sha256",
+    "to_json",
+    "write_text",
+]
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
@@ -91,3 +105,66 @@ def parse_lines(contents: bytes) -> list[dict[str, Any]]:
             break
         found.append(values)
     return found
+
+
+# -- files of a run ---------------------------------------------------------------------------------------
+
+OF_FILES = ("version", "recipe", "files")  # what result.json holds beside the result
+
+
+def outcome(path: Path) -> dict[str, Any] | None:
+    """Return all that ``result.json`` holds, verified; ``None`` if there is none."""
+    file = path / "result.json"
+    if not os.path.lexists(file):
+        return None
+    found = read_json(file)
+    return open_json(found, file, required="version" in found)
+
+
+def digests(path: Path) -> dict[str, str]:
+    """Return the digests of the files of a finished run, or of a published one; those of other runs are not known."""
+    if (result := outcome(path)) is not None:
+        found, where = result.get("files", {}), path / "result.json"
+    elif os.path.lexists(path / "manifest.json"):
+        where = path / "manifest.json"
+        found = open_json(read_json(where, "files"), where)["files"]
+        if isinstance(found, dict):
+            found = {name: entry.get("sha256") for name, entry in found.items() if isinstance(entry, dict)}
+    else:
+        return {}
+    if not isinstance(found, dict):
+        raise DamagedFile(where, "its files are no table")
+    return found
+
+
+def evaluations(path: Path, contents: bytes) -> list[dict[str, Any]]:
+    """Return the lines of a file of metrics; one that does not tell its step was not written by a run."""
+    lines = parse_lines(contents)
+    for number, line in enumerate(lines, 1):
+        if type(line.get("step")) is not int:
+            raise DamagedFile(path, f"line {number} does not tell the step of its evaluation")
+    return lines
+
+
+def evaluations_until(path: Path, contents: bytes, step: int, seal: Mapping[str, Any] | None) -> bytes:
+    """Return the part of a file of metrics that a checkpoint knows of.
+
+    Args:
+        path: The file.
+        contents: What it holds.
+        step: The checkpoint's step.
+        seal: Length and digest of the part, as the checkpoint has them; older ones have none.
+
+    Raises:
+        ValueError: If that part is damaged.
+    """
+    if seal is None:
+        return "".join(to_json(line) + "\n" for line in evaluations(path, contents) if line["step"] <= step).encode()
+    kept = contents[: seal["bytes"]]
+    if sha256(kept) != seal["sha256"]:
+        raise DamagedFile(
+            path,
+            "it is not what the run had written up to its checkpoint (without the file, the "
+            "run goes on, and has lost these evaluations)",
+        )
+    return kept

@@ -34,12 +34,13 @@ from typing import Any
 
 import torch
 
-from dphero._files import DamagedFile, open_for_lock, open_json, read_bytes, seal_json, write_atomically
+from dphero._files import DamagedFile, open_for_lock, read_bytes, seal_json, write_atomically
 from dphero.accounting import Ledger, Statement
 from dphero.experiments.defaults import anchored
-from dphero.experiments.runs.environment import environment
-from dphero.experiments.runs.files import append_line, parse_json, parse_lines, read_json, sha256, to_json, write_text
+from dphero.experiments.environment import environment
+from dphero.experiments.runs import files
 from dphero.experiments.runs.snapshots import kept_files, step_of
+from dphero.experiments.runs.weights import read_weights, write_weights
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
@@ -82,8 +83,10 @@ class RunDirectory:
         directory.path.mkdir(parents=True, exist_ok=True)
         with directory.locked():
             directory._refuse_if_begun()
-            write_text(directory.path / "environment.json", to_json(environment(), indent=2) + "\n")
-            write_text(directory.path / "recipe.toml", directory.recipe.to_toml(), private=True)  # it holds the seed
+            files.write_text(directory.path / "environment.json", files.to_json(environment(), indent=2) + "\n")
+            files.write_text(
+                directory.path / "recipe.toml", directory.recipe.to_toml(), private=True
+            )  # it holds the seed
         return directory
 
     @classmethod
@@ -100,13 +103,13 @@ class RunDirectory:
         path = Path(path)
         if not os.path.lexists(path / "recipe.toml"):
             raise ValueError(f"{path} is not the directory of a run: there is no recipe.toml in it")
-        text = cls._verified(path, "recipe.toml", _digests(path))
+        text = cls._verified(path, "recipe.toml", files.digests(path))
         settings = recipes.parse(text, path / "recipe.toml")
         try:
             directory = cls(path, recipes.merge(settings))
         except ValueError as error:
             raise ValueError(f"{path / 'recipe.toml'}: {error}") from error
-        directory.require_same_recipe((_outcome(path) or {}).get("recipe"))
+        directory.require_same_recipe((files.outcome(path) or {}).get("recipe"))
         recipes.require_trust(directory.recipe.as_dict(), path / "recipe.toml", trust)
         return directory
 
@@ -132,12 +135,12 @@ class RunDirectory:
             ValueError: If it is damaged, or is no regular file.
             OSError: If it cannot be read.
         """
-        return self._verified(self.path, name, _digests(self.path))
+        return self._verified(self.path, name, files.digests(self.path))
 
     @staticmethod
     def _verified(path: Path, name: str, digests: Mapping[str, str]) -> bytes:
         contents = read_bytes(path / name, follow=False)
-        if digests.get(name, sha256(contents)) != sha256(contents):
+        if digests.get(name, files.sha256(contents)) != files.sha256(contents):
             raise DamagedFile(path / name, "it is not what the run wrote when it finished, its SHA-256 digest differs")
         return contents
 
@@ -209,18 +212,18 @@ class RunDirectory:
     @property
     def result(self) -> dict[str, Any] | None:
         """The outcome, or ``None`` while the run is not finished. Its ``run`` is where the directory is now."""
-        found = _outcome(self.path)
+        found = files.outcome(self.path)
         if found is None:
             return None
-        return {**{name: value for name, value in found.items() if name not in _OF_FILES}, "run": str(self.path)}
+        return {**{name: value for name, value in found.items() if name not in files.OF_FILES}, "run": str(self.path)}
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the outcome, with the digests of all other files: the last thing that a run does."""
         names = [*(name for name in _VERIFIED if (self.path / name).exists()), *kept_files(self.path)]
-        files = {name: sha256(self.read(name)) for name in names}
-        plain = parse_json(to_json(dict(result)).encode(), self.path)  # as it will be read: no infinity, no tuples
-        sealed = seal_json({**plain, "version": _VERSION, "recipe": self.recipe.as_dict(), "files": files})
-        write_text(self.path / "result.json", to_json(sealed, indent=2) + "\n", private=True)
+        digests = {name: files.sha256(self.read(name)) for name in names}
+        plain = files.parse_json(files.to_json(dict(result)).encode(), self.path)
+        sealed = seal_json({**plain, "version": _VERSION, "recipe": self.recipe.as_dict(), "files": digests})
+        files.write_text(self.path / "result.json", files.to_json(sealed, indent=2) + "\n", private=True)
 
     # -- metrics ------------------------------------------------------------------------------------------
 
@@ -228,18 +231,18 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, Any]]:
         """The evaluations so far."""
         path = self.path / "metrics.jsonl"
-        return _evaluations(path, self.read(path.name)) if os.path.lexists(path) else []
+        return files.evaluations(path, self.read(path.name)) if os.path.lexists(path) else []
 
     def add_metrics(self, values: Mapping[str, Any]) -> None:
         """Append one evaluation."""
-        append_line(self.path / "metrics.jsonl", to_json(dict(values)))
+        files.append_line(self.path / "metrics.jsonl", files.to_json(dict(values)))
 
     @property
     def metrics_seal(self) -> dict[str, Any]:
         """Length and digest of the evaluations so far, for the checkpoint."""
         path = self.path / "metrics.jsonl"
         contents = read_bytes(path, follow=False) if os.path.lexists(path) else b""
-        return {"bytes": len(contents), "sha256": sha256(contents)}
+        return {"bytes": len(contents), "sha256": files.sha256(contents)}
 
     def forget_metrics_after(self, step: int, seal: Mapping[str, Any] | None = None) -> None:
         """Drop the evaluations of steps that a checkpoint does not hold: they are about to be taken again.
@@ -256,19 +259,7 @@ class RunDirectory:
             if seal is not None and seal["bytes"]:
                 logger.warning("%s is gone: the evaluations up to step %d are lost, the training is not", path, step)
             return
-        contents = read_bytes(path, follow=False)
-        if seal is None:
-            kept = "".join(
-                to_json(line) + "\n" for line in _evaluations(path, contents) if line["step"] <= step
-            ).encode()
-        else:
-            kept = contents[: seal["bytes"]]
-            if sha256(kept) != seal["sha256"]:
-                raise DamagedFile(
-                    path,
-                    "it is not what the run had written up to its checkpoint (without the file, the "
-                    "run goes on, and has lost these evaluations)",
-                )
+        kept = files.evaluations_until(path, read_bytes(path, follow=False), step, seal)
         write_atomically(path, kept, private=True)
 
     # -- what was released --------------------------------------------------------------------------------
@@ -309,52 +300,33 @@ class RunDirectory:
 
     def save_ledger(self, ledger: Ledger) -> None:
         """Write the ledger."""
-        write_text(self.path / "ledger.json", ledger.to_json() + "\n")
+        files.write_text(self.path / "ledger.json", ledger.to_json() + "\n")
 
     def save_statement(self, statement: Statement) -> None:
         """Write the privacy statement, for people and for machines."""
-        write_text(self.path / "statement.txt", statement.text + "\n")
-        write_text(self.path / "statement.json", to_json(statement.as_dict(), indent=2) + "\n")
+        files.write_text(self.path / "statement.txt", statement.text + "\n")
+        files.write_text(self.path / "statement.json", files.to_json(statement.as_dict(), indent=2) + "\n")
 
     def save_model(self, model: torch.nn.Module) -> None:
         """Write the model's weights: what may be published, so whoever may read the user's files may read it."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_model
-
-        def write(partial: Path) -> None:
-            try:
-                save_model(model, str(partial))
-            except SafetensorError as error:  # a full disk, for example
-                raise OSError(f"the weights cannot be written to {self.path}: {error}") from error
-
-        write_atomically(self.path / "model.safetensors", write)
+        write_weights(self.path / "model.safetensors", model)
 
     def save_signature(self, shape: tuple[int, ...], classes: tuple[str, ...]) -> None:
         """Write what the model takes and what its outputs mean: enough to use it without the training data."""
         values = {"model": self.recipe.model, "shape": list(shape), "classes": list(classes)}
-        write_text(self.path / "model.json", to_json(values, indent=2) + "\n")
+        files.write_text(self.path / "model.json", files.to_json(values, indent=2) + "\n")
 
     def load_model(self, model: torch.nn.Module) -> None:
         """Read the weights of a finished run into a model."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_model
+        self._require_model("model.safetensors")
+        self.read("model.safetensors")
+        read_weights(self.path / "model.safetensors", model)
 
-        path = self.path / "model.safetensors"
-        if not os.path.lexists(path):
+    def _require_model(self, name: str) -> None:
+        if not os.path.lexists(self.path / name):
             raise ValueError(
                 f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
             )
-        self.read(path.name)
-        try:
-            load_model(model, str(path))
-        except SafetensorError as error:
-            raise DamagedFile(path, error) from error
-        for name, value in model.state_dict().items():
-            if value.is_floating_point() and not value.isfinite().all():
-                raise ValueError(
-                    f"{path} holds NaN or infinity in {name!r}: the training has diverged (begin a new run with a "
-                    "smaller --lr), or the file is damaged"
-                )
 
     def signature(self) -> dict[str, Any]:
         """Return what ``model.json`` says of the trained model: ``model``, ``shape``, ``classes``.
@@ -362,53 +334,13 @@ class RunDirectory:
         Raises:
             ValueError: If the run has no model yet, or the file is damaged.
         """
+        self._require_model("model.json")
         path = self.path / "model.json"
-        if not os.path.lexists(path):
-            raise ValueError(
-                f"{self.path} holds no trained model yet: finish it with dphero train --resume {self.path}"
-            )
-        found = parse_json(self.read(path.name), path, "model", "shape", "classes")
+        found = files.parse_json(self.read(path.name), path, "model", "shape", "classes")
         if found["model"] != self.recipe.model:
             raise DamagedFile(path, f"it names model {found['model']!r}, and the run's recipe {self.recipe.model!r}")
         return found
 
 
-_OF_FILES = ("version", "recipe", "files")  # what result.json holds beside the result
-
-
-def _outcome(path: Path) -> dict[str, Any] | None:
-    """Return all that ``result.json`` holds, verified; ``None`` if there is none."""
-    file = path / "result.json"
-    if not os.path.lexists(file):
-        return None
-    found = read_json(file)
-    return open_json(found, file, required="version" in found)
-
-
-def _digests(path: Path) -> dict[str, str]:
-    """Return the digests of the files of a finished run, or of a published one; those of other runs are not known."""
-    if (outcome := _outcome(path)) is not None:
-        found, where = outcome.get("files", {}), path / "result.json"
-    elif os.path.lexists(path / "manifest.json"):
-        where = path / "manifest.json"
-        found = open_json(read_json(where, "files"), where)["files"]
-        if isinstance(found, dict):
-            found = {name: entry.get("sha256") for name, entry in found.items() if isinstance(entry, dict)}
-    else:
-        return {}
-    if not isinstance(found, dict):
-        raise DamagedFile(where, "its files are no table")
-    return found
-
-
 def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
-
-
-def _evaluations(path: Path, contents: bytes) -> list[dict[str, Any]]:
-    """Return the lines of a file of metrics; one that does not tell its step was not written by a run."""
-    lines = parse_lines(contents)
-    for number, line in enumerate(lines, 1):
-        if type(line.get("step")) is not int:
-            raise DamagedFile(path, f"line {number} does not tell the step of its evaluation")
-    return lines

@@ -10,23 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from dphero import data as datasets
-from dphero import models
 from dphero._files import DamagedFile
 from dphero.accounting import BudgetExhausted
 from dphero.data import Data
 from dphero.experiments.curves import Curves
-from dphero.experiments.runs.evaluation import CHUNK, Evaluation, features
+from dphero.experiments.runs.evaluation import Evaluation
+from dphero.experiments.runs.preparation import prepare
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.experiments.runs.snapshots import kept_steps, save_snapshot
 from dphero.experiments.stopping import Interrupted, stoppable
-from dphero.methods import Step, Task, Trainer, extra_of, make
-from dphero.methods.recipe import Recipe
-from dphero.models import FeatureModel
+from dphero.experiments.threads import threads_by_size
+from dphero.methods import Step, Trainer, extra_of, make
 
-__all__ = ["Progress", "prepare", "train"]
+__all__ = ["Progress", "train"]
 
 _PRICING_SHARE = 0.01  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
 _RESULT = ("accuracy", "epsilon", "delta", "steps", "method", "is_bound", "seconds", "other_prices")  # what is shown
@@ -57,48 +54,6 @@ class Progress:
     signal_to_noise: float | None = None
     seconds: float = 0.0
     prepared: float | None = None
-
-
-def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
-    """Load the data to the device, once, and build the model.
-
-    A model that begins with a fixed transform has it applied to all images here: training sees the features only.
-
-    Args:
-        recipe: What to prepare.
-        data: The data, if it is loaded already.
-
-    Raises:
-        ValueError: If data, model or device do not exist or do not fit together.
-    """
-    device = _device(recipe.device)
-    data = datasets.load(recipe.data, recipe.channels) if data is None else data
-    if data.public_size and recipe.dataset_size is None:
-        recipe = recipe.with_(dataset_size="public")
-    classes = len(data.classes)
-    model = models.build(recipe.model, tuple(data.train.images.shape[1:]), classes, seed=recipe.seed or 0)
-    model = make(recipe.method, recipe.options).network(model).to(device)
-    images, labels = data.train.images.to(device), data.train.labels.to(device)
-    module, inputs = model, images
-    if isinstance(model, FeatureModel):
-        models.require_rowwise(model.features, images[:CHUNK], f"what model {recipe.model!r} computes as features")
-        module, inputs = model.head, features(model, images)
-    task = Task(
-        recipe=recipe,
-        train=TensorDataset(inputs, labels),
-        model=model,
-        module=module,
-        images=images,
-        classes=classes,
-    )
-    if (
-        recipe.dataset_size is not None and recipe.delta * task.records >= 1
-    ):  # the public number: the true one is private
-        raise ValueError(
-            f"delta {recipe.delta:g} is not below one over the number of records: it would allow publishing "
-            "somebody's record. Give a smaller --delta"
-        )
-    return task, data
 
 
 def train(
@@ -148,11 +103,12 @@ def train(
                 "its noise must not be used on other data: put the old data back to go on, or begin a new run in "
                 "another --out"
             )
-        trainer = make(task.recipe.method, task.recipe.options).start(task)
-        try:
-            return _Loop(directory, trainer, data, digest, report).run(asked_to_stop, save_seconds)
-        finally:
-            trainer.close()
+        with threads_by_size(task.module, task.train.tensors[0][:1], task.recipe.lot):
+            trainer = make(task.recipe.method, task.recipe.options).start(task)
+            try:
+                return _Loop(directory, trainer, data, digest, report).run(asked_to_stop, save_seconds)
+            finally:
+                trainer.close()
 
 
 class _Loop:
@@ -344,14 +300,3 @@ def _smooth(old: float | None, new: float | None) -> float | None:
     if old is None or new is None:
         return old if new is None else new
     return 0.9 * old + 0.1 * new
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dphero.accounting import Ledger, PoissonGaussian, calibrate_noise_multiplier, price
 from dphero.data import Data, Split
-from dphero.experiments.runs.training import prepare
+from dphero.experiments.runs.preparation import prepare
 from dphero.federated.client.files import ClientFiles, ClientState
 from dphero.federated.client.local_training import train_round
 from dphero.federated.requests import Answer, Declined, Request

@@ -20,8 +20,8 @@ from dphero.accounting import Ledger
 from dphero.data import Data
 from dphero.experiments.runs.evaluation import Evaluation
 from dphero.experiments.runs.files import write_text
+from dphero.experiments.runs.preparation import prepare
 from dphero.experiments.runs.rundir import RunDirectory
-from dphero.experiments.runs.training import prepare
 from dphero.experiments.stopping import Interrupted
 from dphero.federated.client.training_round import load, spent
 from dphero.federated.server.client_level import ClientLevelRounds
