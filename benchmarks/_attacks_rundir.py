@@ -94,7 +94,7 @@ def strangers_code() -> Figures:
 
 def without_digests() -> Figures:
     """The ledger as it was read: without digests."""
-    with patch.object(rundir, "_digests", lambda path: {}):
+    with patch.object(rundir.files, "digests", lambda path: {}):
         return flipped_ledger()
 
 

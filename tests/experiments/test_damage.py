@@ -121,7 +121,7 @@ def test_files_of_another_run_are_not_taken_for_its_own(copy, tmp_path):
 
 def test_without_the_digests_damage_is_believed(copy, monkeypatch):
     """The guard taken away: a flipped bit of the ledger changes the price, one of the weights the model."""
-    monkeypatch.setattr(rundir, "_digests", lambda path: {})
+    monkeypatch.setattr(rundir.files, "digests", lambda path: {})
     ledger = copy / "ledger.json"
     assert '"noise_multiplier": 3.0' in ledger.read_text()
     ledger.write_text(ledger.read_text().replace('"noise_multiplier": 3.0', '"noise_multiplier": 7.0'))
@@ -133,7 +133,7 @@ def test_without_the_digests_damage_is_believed(copy, monkeypatch):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_no_numbers_are_refused(value, copy, monkeypatch):
-    monkeypatch.setattr(rundir, "_digests", lambda path: {})  # as in a run of an older version
+    monkeypatch.setattr(rundir.files, "digests", lambda path: {})  # as in a run of an older version
     weights = load_file(copy / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = value
     save_file(weights, copy / "model.safetensors")

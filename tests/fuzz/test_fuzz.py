@@ -34,6 +34,6 @@ def test_a_checkpoint_of_other_guidance_is_refused_and_nothing_is_said_of_noise(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_the_digests_the_fuzzer_finds_what_is_silently_accepted(tmp_path, monkeypatch):
-    monkeypatch.setattr(rundir, "_digests", lambda path: {})
+    monkeypatch.setattr(rundir.files, "digests", lambda path: {})
     findings = corruptions.fuzz_runs(80, 1, tmp_path)
     assert any(fault.startswith("silently accepted") for fault in findings.faults)
