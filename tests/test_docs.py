@@ -1,5 +1,6 @@
 """The documentation keeps its word: its code runs, its links lead somewhere, its commands exist."""
 
+import ast
 import contextlib
 import re
 import runpy
@@ -12,8 +13,10 @@ import pytest
 import torch
 import typer
 
+from dphero.accounting import EVENT_KINDS
 from dphero.cli import app
 from dphero.experiments.runs import rundir
+from dphero.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -46,11 +49,15 @@ def side(diff, sign):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """Run in an empty folder, leaving generators and threads as they were."""
+    """Run in an empty folder, leaving generators, threads, and the known methods and events as they were."""
     monkeypatch.chdir(tmp_path)
+    known = [(registry, dict(registry)) for registry in (METHODS, EVENT_KINDS)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield tmp_path
+    for registry, before in known:
+        registry.clear()
+        registry.update(before)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -108,6 +115,43 @@ def test_the_guide_lists_all_its_parts():
     text = FENCE.sub("", (ROOT / "docs/guide.md").read_text())
     listed = re.findall(r"^- \[(.+)\]\(#", text, re.MULTILINE)
     assert listed == re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/extend").glob("[!R]*.md")), ids=named)
+def test_ways_to_extend_take_at_most_40_lines(page):
+    _, code, _ = next(blocks(page, "python"))
+    assert 0 < len(code.strip().splitlines()) <= 40
+    assert f"({page.name})" in (ROOT / "docs/extend/README.md").read_text()
+
+
+def defined_in(room):
+    """The functions, classes and methods (Class.method) of a room, by name."""
+    found = set()
+    for path in (ROOT / "src/dphero" / room).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def test_the_walk_has_ten_hops_each_a_function_that_exists():
+    text = " ".join((ROOT / "docs/architecture.md").read_text().split("## One lot in ten hops")[1].split())
+    hops = re.findall(r" (\d+)\. \*\*", text)
+    assert hops == [str(number) for number in range(1, 11)]
+    named = re.findall(r"\*\*(\w+)\*\* `([\w.]+)`", text)
+    assert len(named) >= 20
+    assert [(room, name) for room, name in named if name not in defined_in(room)] == []
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_contract():
+    script = runpy.run_path(str(ROOT / "docs/make_rooms.py"))
+    drawn = {name for row in script["layers"]() for name in row}
+    package = ROOT / "src/dphero"
+    rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert rooms - drawn == {"__init__", "__pycache__"} & rooms
+    assert script["PICTURE"].read_text() == script["picture"](), "run: python docs/make_rooms.py"
 
 
 COMMANDS = typer.main.get_command(app).commands

@@ -37,8 +37,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer releases and trainings than an audit needs to see anything, for tests of what is done with the findings.
+
+    ``test_a_run_is_audited_in_its_directory`` runs all of it.
+    """
+    monkeypatch.setattr("dphero.audit.mechanism._FEWEST", 40)
+    monkeypatch.setattr("dphero.audit.laws.white_box._PLAIN", 16)
+    monkeypatch.setattr("dphero.audit.runs._FEWEST_TRAININGS", 20)
+    monkeypatch.setattr("dphero.audit.runs._SHADOWS", 4)
+
+
 def test_published_prints_one_object_for_each_mechanism(tmp_path: Path) -> None:
-    result = run("audit", "published", "--json", "--releases", 80, "--out", tmp_path / "trial")
+    result = run("audit", "published", "--json", "--releases", 40, "--out", tmp_path / "trial")
     assert result.exit_code == 0, result.stderr
     published, ellipsoid = (json.loads(line) for line in result.stdout.splitlines())
     for record in (published, ellipsoid):
@@ -82,7 +94,7 @@ def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     assert (finished / "audit" / "roc.svg").read_text().startswith("<?xml")
 
 
-def test_without_quick_the_training_is_audited_too() -> None:
+def test_without_quick_the_training_is_audited_too(few: None) -> None:
     from dphero.audit import audit_recipe
     from dphero.experiments import resolve
 
@@ -96,7 +108,7 @@ def test_without_quick_the_training_is_audited_too() -> None:
     assert list(dict.fromkeys(told)) == ["Small trainings", "Training with input canaries", "Training shadow models"]
 
 
-def test_where_absence_is_a_blank_record_all_of_it_is_audited() -> None:
+def test_where_absence_is_a_blank_record_all_of_it_is_audited(few: None) -> None:
     """Shuffled epochs: the number of records is public, and must be the true one."""
     from dphero.audit import audit_recipe
     from dphero.experiments import resolve
@@ -108,17 +120,17 @@ def test_where_absence_is_a_blank_record_all_of_it_is_audited() -> None:
         assert one_run.canaries == 143 and attack.name == "LiRA" and not report.refuted
 
 
-def test_data_of_ones_own_are_audited(tmp_path: Path) -> None:
+def test_data_of_ones_own_are_audited(tmp_path: Path, few: None) -> None:
     random = np.random.default_rng(0)
     images, labels = random.random((300, 8, 8), dtype=np.float32), np.arange(300) % 3
     np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images[:30], y_test=labels[:30])
-    own = ("audit", "--method", "dp-sgd", "--data", tmp_path / "own.npz", "--quick", "--releases", 40)
+    own = ("audit", "--method", "dp-sgd", "--data", tmp_path / "own.npz", "--quick", "--releases", 20)
     result = run(*own, "--dataset-size", "public", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["refuted"] is False
 
 
-def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from dphero.audit import audit_recipe
     from dphero.experiments import resolve
 
@@ -129,7 +141,7 @@ def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, monkeypatch:
     )
     monkeypatch.syspath_prepend(tmp_path)
     settings = {"data": "digits", "method": "dp-sgd", "noise_multiplier": 1.0, "epochs": 1.0}
-    notes = audit_recipe(resolve({**settings, "model": "normed:network"}), releases=40).notes
+    notes = audit_recipe(resolve({**settings, "model": "normed:network"}), releases=20).notes
     assert any(note.startswith("no canary enters 1.weight, 1.bias: a leak") for note in notes), notes
 
 
@@ -146,9 +158,9 @@ def changed(finished: Path, to: Path, name: str, **changes: Any) -> RunDirectory
     return RunDirectory.open(to)
 
 
-def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path) -> None:
+def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path, few: None) -> None:
     changed(finished, tmp_path / "run", "result.json", epsilon=0.3)
-    result = run("audit", tmp_path / "run", "--quick", "--releases", 40, "--json")
+    result = run("audit", tmp_path / "run", "--quick", "--releases", 20, "--json")
     assert result.exit_code == 1, result.stderr
     record = json.loads(result.stdout)
     assert record["refuted"] and record["ledger"]["problems"] == ["it printed less than its ledger costs"]
@@ -224,9 +236,9 @@ def test_a_folder_that_is_no_run_and_a_run_that_is_not_finished(tmp_path: Path, 
     assert result.exit_code == 2 and "is not finished" in " ".join(result.stderr.split())
 
 
-def test_a_refuted_claim_is_exit_code_1() -> None:
+def test_a_refuted_claim_is_exit_code_1(few: None) -> None:
     with FAULTS["half the noise"](), FAULTS["half the noise"]():
-        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 60)
+        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 20)
     assert result.exit_code == 1 and "REFUTED" in result.stdout
 
 
@@ -245,31 +257,33 @@ def test_a_refuted_claim_is_exit_code_1_wherever_it_is_saved(tmp_path: Path, mon
         assert result.exit_code == status and "no space left on device" in result.stderr
 
 
-def test_gradient_canaries_see_an_engine_without_noise() -> None:
+def test_gradient_canaries_see_an_engine_without_noise(few: None) -> None:
     """The command's own training: with next to no noise, its claim is refuted."""
     from dphero.audit import audit_recipe
     from dphero.experiments import resolve
 
     recipe = resolve({"data": "digits", "method": "dp-sgd", "noise_multiplier": 6.0, "epochs": 2.0})
     with FAULTS["half the noise"](), FAULTS["half the noise"](), FAULTS["half the noise"](), FAULTS["half the noise"]():
-        report = audit_recipe(recipe, releases=40)
+        report = audit_recipe(recipe, releases=20)
     (one_run,) = report.one_runs
     assert one_run.refuted and report.refuted
 
 
-def test_a_method_without_noise_in_some_directions_is_said_to_have_none() -> None:
+def test_a_method_without_noise_in_some_directions_is_said_to_have_none(few: None) -> None:
     """The published recipe on a convolution whose weight is rank deficient."""
-    result = run("audit", "--method", "dp-hero-published", "--data", "digits", "--quick", "--releases", 40)
+    result = run("audit", "--method", "dp-hero-published", "--data", "digits", "--quick", "--releases", 20)
     assert result.exit_code == 0, result.stderr
     assert "its true ε is infinite" in " ".join(result.stdout.split())
 
 
-def test_ctrl_c_leaves_nothing_behind(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_nothing_behind(
+    finished: Path, tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dphero.audit.runs._gradient_canaries", interrupted)  # some way into the audit
-    result = run("audit", finished, "--quick", "--releases", 40, "--out", tmp_path / "audit")
+    result = run("audit", finished, "--quick", "--releases", 20, "--out", tmp_path / "audit")
     assert result.exit_code == 130 and result.stdout == ""
     assert "interrupted; the audit is not finished, and nothing was written" in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr and not (tmp_path / "audit").exists()

@@ -33,6 +33,7 @@ __all__ = ["audit_recipe", "audit_run", "settings_of"]
 
 _LARGE = 100_000  # parameters: thousands of releases of more would take minutes
 _SHADOWS = 8
+_FEWEST_TRAININGS = 40  # small ones, with and without the canary
 _MOST_NOISE = 1.0  # multiplier: under more the canary, and with it most faults of a release, could not be seen
 _QUICK_RECORDS, _QUICK_STEPS = 2000, 150  # of a quick training with gradient canaries: some seconds
 _MOST_CANARIES = 1000
@@ -182,7 +183,7 @@ def _mechanism(
 
 def _small_trainings(recipe: Recipe, releases: int, confidence: float, seed: int, tell: Tell) -> Audit:
     """Train a tiny model many times with the recipe's method, with a canary and without."""
-    few = max(releases // 10, 40)
+    few = max(releases // 10, _FEWEST_TRAININGS)
     small = audit_method(
         recipe.method, options=recipe.options, releases=few, delta=recipe.delta, confidence=confidence, seed=seed,
         epsilon=recipe.epsilon or 1.0, report=lambda done: tell("Small trainings", done, 2 * few),
