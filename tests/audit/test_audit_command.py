@@ -73,7 +73,7 @@ def test_published_prints_one_object_for_each_mechanism(tmp_path: Path) -> None:
 
 def test_a_run_is_audited_in_its_directory(finished: Path) -> None:
     before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file()}
-    result = run("audit", finished, "--quick", "--releases", 60)
+    result = run("audit", finished, "--quick", "--releases", 40)
     assert result.exit_code == 0, result.stderr
     shown = " ".join(result.stdout.split())
     assert shown.startswith("Not refuted: 6 attacks, 22 checks found nothing against ε = "), shown
@@ -124,7 +124,7 @@ def test_data_of_ones_own_are_audited(tmp_path: Path, few: None) -> None:
     random = np.random.default_rng(0)
     images, labels = random.random((300, 8, 8), dtype=np.float32), np.arange(300) % 3
     np.savez(tmp_path / "own.npz", x_train=images, y_train=labels, x_test=images[:30], y_test=labels[:30])
-    own = ("audit", "--method", "dp-sgd", "--data", tmp_path / "own.npz", "--quick", "--releases", 20)
+    own = ("audit", "--method", "dp-sgd", "--data", tmp_path / "own.npz", "--quick", "--releases", 40)
     result = run(*own, "--dataset-size", "public", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["refuted"] is False
@@ -160,7 +160,7 @@ def changed(finished: Path, to: Path, name: str, **changes: Any) -> RunDirectory
 
 def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path, few: None) -> None:
     changed(finished, tmp_path / "run", "result.json", epsilon=0.3)
-    result = run("audit", tmp_path / "run", "--quick", "--releases", 20, "--json")
+    result = run("audit", tmp_path / "run", "--quick", "--releases", 40, "--json")
     assert result.exit_code == 1, result.stderr
     record = json.loads(result.stdout)
     assert record["refuted"] and record["ledger"]["problems"] == ["it printed less than its ledger costs"]
@@ -238,7 +238,7 @@ def test_a_folder_that_is_no_run_and_a_run_that_is_not_finished(tmp_path: Path, 
 
 def test_a_refuted_claim_is_exit_code_1(few: None) -> None:
     with FAULTS["half the noise"](), FAULTS["half the noise"]():
-        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 20)
+        result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 40)
     assert result.exit_code == 1 and "REFUTED" in result.stdout
 
 
@@ -271,7 +271,7 @@ def test_gradient_canaries_see_an_engine_without_noise(few: None) -> None:
 
 def test_a_method_without_noise_in_some_directions_is_said_to_have_none(few: None) -> None:
     """The published recipe on a convolution whose weight is rank deficient."""
-    result = run("audit", "--method", "dp-hero-published", "--data", "digits", "--quick", "--releases", 20)
+    result = run("audit", "--method", "dp-hero-published", "--data", "digits", "--quick", "--releases", 40)
     assert result.exit_code == 0, result.stderr
     assert "its true ε is infinite" in " ".join(result.stdout.split())
 
@@ -283,7 +283,7 @@ def test_ctrl_c_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dphero.audit.runs._gradient_canaries", interrupted)  # some way into the audit
-    result = run("audit", finished, "--quick", "--releases", 20, "--out", tmp_path / "audit")
+    result = run("audit", finished, "--quick", "--releases", 40, "--out", tmp_path / "audit")
     assert result.exit_code == 130 and result.stdout == ""
     assert "interrupted; the audit is not finished, and nothing was written" in " ".join(result.stderr.split())
     assert "Traceback" not in result.stderr and not (tmp_path / "audit").exists()

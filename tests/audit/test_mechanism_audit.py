@@ -52,8 +52,18 @@ SOUND: list[Settings] = [
 ]
 
 
+def called(settings: Settings) -> str:
+    return ", ".join(map(str, (settings.mechanism, settings.clipping, settings.sampling, settings.guidance)))[:60] + (
+        ", secure" if settings.secure else ""
+    )
+
+
+OTHERWISE = (1, 2, 4, 6, 7)  # these differ in what the attack below and the canary's tests look at too
+
+
 @pytest.mark.parametrize(
-    "settings", SOUND, ids=lambda s: f"{s.mechanism}, {s.clipping}, {s.sampling}, {str(s.guidance)[:30]}, {s.secure}"
+    "settings",
+    [pytest.param(s, id=called(s), marks=[pytest.mark.slow] * (i in OTHERWISE)) for i, s in enumerate(SOUND)],
 )
 def test_sound_engines_are_not_refuted(settings: Settings, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every setting's noise, lots, geometry and price are what the audit expects.
