@@ -5,35 +5,52 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dphero.explain.heatmaps import grad_cam
 from dphero.explain.images import Images
 from dphero.explain.runs import LAST, ExplainedRun
-from dphero.explain.scores import faithfulness, is_empty, spearman, top_overlap
+from dphero.explain.scores import faithfulness, is_empty, same_class, spearman, top_overlap
 
-__all__ = ["RANDOM", "Key", "agreements", "map_facts", "maps_of", "reference_group", "verdicts"]
+__all__ = ["RANDOM", "Key", "Views", "agreements", "reference_group", "verdicts", "views_of"]
 
 RANDOM = "random weights"
 """The group of networks that were never trained."""
 Key = tuple[str, float | str]
 """A run's name and an epoch."""
 
-_SCORES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"spearman": spearman, "iou": top_overlap}
+_SCORES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"spearman": spearman, "iou": top_overlap}  # of maps
+_NAMES = (*_SCORES, "same_class")
 
 
-def maps_of(
+@dataclass(frozen=True, eq=False)
+class Views:
+    """What networks see.
+
+    Attributes:
+        maps: Heat maps, N×H×W, by run and epoch.
+        classes: The class that each network gives to each image, by run and epoch.
+        facts: What is true of each set of maps.
+    """
+
+    maps: dict[Key, Tensor]
+    classes: dict[Key, Tensor]
+    facts: list[dict[str, Any]]
+
+
+def views_of(
     runs: Sequence[ExplainedRun],
     layers: Mapping[str, str],
     epochs: Sequence[float],
     images: Images,
     targets: Tensor,
-    note: Callable[[Key], None] = lambda key: None,
-) -> tuple[dict[Key, Tensor], list[dict[str, Any]]]:
-    """Return the heat maps of all runs at all epochs, of two untrained networks, and what is true of each set of maps.
+    note: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Views:
+    """Return what all runs see at all epochs, and what two untrained networks see.
 
     Args:
         runs: What is explained.
@@ -41,36 +58,33 @@ def maps_of(
         epochs: Besides the last.
         images: What is looked at.
         targets: The class to explain, for each image.
-        note: Called before each set of maps.
+        note: Called before each set of maps, with what is done, how many are, and how many there will be.
     """
-    maps: dict[Key, Tensor] = {}
-    facts = []
+    found = Views({}, {}, [])
+    total = sum(1 + sum(epoch in run.snapshots for epoch in epochs) for run in runs) + 2
+
+    def look(key: Key, network: nn.Module, layer: str, accuracy: float | None) -> None:
+        note("Looking", len(found.facts), total)
+        maps = found.maps[key] = grad_cam(network, layer, images.pixels, targets)
+        with torch.no_grad():
+            found.classes[key] = network(images.pixels).argmax(1)
+        faithful = _mean(faithfulness(network, images.pixels, targets, maps))
+        right = None if images.labels is None else _mean((found.classes[key] == images.labels).double())
+        empty = _mean(is_empty(maps).double())
+        facts = {"right": right, "empty": empty, "faithfulness": faithful, "accuracy": accuracy}
+        found.facts.append({"run": key[0], "epoch": key[1], **facts})
+
     for run in runs:
         kept: list[float | str] = [each for each in epochs if each in run.snapshots]
         for epoch in (*kept, LAST):
-            note((run.name, epoch))
-            network = run.network(epoch)
-            found = maps[run.name, epoch] = grad_cam(network, layers[run.name], images.pixels, targets)
-            facts.append({"run": run.name, "epoch": epoch, **map_facts(network, images, targets, found)})
-            facts[-1]["accuracy"] = run.accuracy(epoch)
-    for number in (1, 2):
-        network = runs[0].random_network(seed=2**63 + number)  # of the first run's kind
-        name = f"{RANDOM} {number}"
-        found = maps[name, LAST] = grad_cam(network, layers[runs[0].name], images.pixels, targets)
-        facts.append({"run": name, "epoch": LAST, **map_facts(network, images, targets, found), "accuracy": None})
-    return maps, facts
+            look((run.name, epoch), run.network(epoch), layers[run.name], run.accuracy(epoch))
+    for number in (1, 2):  # of the first run's kind
+        network = runs[0].random_network(seed=2**63 + number)
+        look((f"{RANDOM} {number}", LAST), network, layers[runs[0].name], None)
+    return found
 
 
-def map_facts(network: torch.nn.Module, images: Images, targets: Tensor, maps: Tensor) -> dict[str, Any]:
-    """Return what share of the images a network gets right, what share of maps is empty, and how faithful they are."""
-    with torch.no_grad():
-        predicted = network(images.pixels).argmax(1)
-    found = faithfulness(network, images.pixels, targets, maps)
-    right = None if images.labels is None else (predicted == images.labels).double().mean().item()
-    return {"right": right, "empty": is_empty(maps).double().mean().item(), "faithfulness": _mean(found)}
-
-
-def agreements(runs: Sequence[ExplainedRun], maps: Mapping[Key, Tensor]) -> list[dict[str, Any]]:
+def agreements(runs: Sequence[ExplainedRun], views: Views) -> list[dict[str, Any]]:
     """Return, for each epoch and each two groups, how much the maps of their runs agree.
 
     A group with itself is the spread of its seeds. Every group is also compared with untrained networks, and these with
@@ -78,6 +92,7 @@ def agreements(runs: Sequence[ExplainedRun], maps: Mapping[Key, Tensor]) -> list
     at each epoch with the reference at the end of its training (``"to": "last"``): maps of a network that has learned
     less differ from those of one that has learned more, without any privacy.
     """
+    maps = views.maps
     seeds = {run.name: run.directory.recipe.seed for run in runs}
     groups: dict[str, list[str]] = {}
     for run in runs:
@@ -90,14 +105,14 @@ def agreements(runs: Sequence[ExplainedRun], maps: Mapping[Key, Tensor]) -> list
             pairs = list(_pairs(groups[first], groups[second], first == second))
             at = [((a, epoch), (b, LAST if second == RANDOM else epoch)) for a, b in pairs]
             if (first != RANDOM or epoch == LAST) and all(key in maps for pair in at for key in pair) and at:
-                found.append({"epoch": epoch, "to": epoch, **_agreement(first, second, at, maps, seeds)})
+                found.append({"epoch": epoch, "to": epoch, **_agreement(first, second, at, views, seeds)})
     reference = reference_group(runs)
     for epoch in epochs if reference is not None else ():
         for first in groups:
             pairs = [(a, b) for a in groups[first] for b in groups[reference or ""] if a != b]
             at = [((a, epoch), (b, LAST)) for a, b in pairs]
             if first != RANDOM and at and all(key in maps for pair in at for key in pair):
-                found.append({"epoch": epoch, "to": LAST, **_agreement(first, reference or "", at, maps, seeds)})
+                found.append({"epoch": epoch, "to": LAST, **_agreement(first, reference or "", at, views, seeds)})
     return found
 
 
@@ -138,19 +153,20 @@ def _pairs(first: Sequence[str], second: Sequence[str], same: bool) -> Iterator[
 
 
 def _agreement(
-    first: str, second: str, at: Sequence[tuple[Key, Key]], maps: Mapping[Key, Tensor], seeds: Mapping[str, int | None]
+    first: str, second: str, at: Sequence[tuple[Key, Key]], views: Views, seeds: Mapping[str, int | None]
 ) -> dict[str, Any]:
     """Summarise pairs. Runs that began with the same weights stay alike for that alone, so they count apart."""
     pairs: list[dict[str, Any]] = []
     for one, other in at:
-        scores = {name: _mean(score(maps[one], maps[other])) for name, score in _SCORES.items()}
+        scores = {name: _mean(score(views.maps[one], views.maps[other])) for name, score in _SCORES.items()}
+        scores["same_class"] = _mean(same_class(views.classes[one], views.classes[other]))
         seed = seeds.get(one[0])
         same_start = seed is not None and seed == seeds.get(other[0])
         pairs.append({"a": one[0], "b": other[0], "same_start": same_start, **scores})
     apart = [pair for pair in pairs if not pair["same_start"]] or pairs
     together = [pair for pair in pairs if pair["same_start"]]
     found: dict[str, Any] = {"a": first, "b": second}
-    for name in _SCORES:
+    for name in _NAMES:
         found[name] = _summary([pair[name] for pair in apart])
         found[f"{name}_same_start"] = _summary([pair[name] for pair in together])
     return {**found, "pairs": pairs}

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from dphero._files import seal_json, write_atomically
 from dphero.experiments.runs.files import to_json, write_text
-from dphero.explain.agreement import Key, agreements, maps_of, reference_group, verdicts
+from dphero.explain.agreement import Key, agreements, reference_group, verdicts, views_of
 from dphero.explain.heatmaps import explained_layer
 from dphero.explain.images import PRIVATE_STAMP, Images, choose
+from dphero.explain.layers import layers_of
 from dphero.explain.runs import LAST, ExplainedRun, open_runs
 from dphero.explain.scores import TOP_SHARE
+from dphero.explain.trajectory import trajectories
 
 __all__ = ["Explanation", "explain"]
 
@@ -85,7 +87,7 @@ def explain(
     layer: str | None = None,
     private_images_unprotected: bool = False,
     trust: bool = False,
-    note: Callable[[Key], None] = lambda key: None,
+    note: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Explanation:
     """Explain finished runs by heat maps of the same public images, and by numbers.
 
@@ -97,7 +99,7 @@ def explain(
         layer: The layer whose feature maps are explained; unless given, the last convolution.
         private_images_unprotected: Consent to show training images.
         trust: Whether code that recipes name may be imported and run.
-        note: Called before each set of heat maps.
+        note: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         ImportError: If captum or matplotlib is not installed.
@@ -121,8 +123,9 @@ def explain(
     layers = {run.name: explained_layer(run.predictor.model, chosen.pixels[0], layer) for run in found}
     compared = _compared_epochs(found, epochs)
     targets = _targets(first, chosen)
-    maps, facts = maps_of(found, layers, compared, chosen, targets, note)
-    agreement = agreements(found, maps)
+    views = views_of(found, layers, compared, chosen, targets, note)
+    agreement = agreements(found, views)
+    gradient_images = None if chosen.private or chosen.labels is None else chosen
     numbers = {
         "version": _VERSION,
         "stamp": PRIVATE_STAMP if chosen.private else None,
@@ -138,11 +141,13 @@ def explain(
         "top_share": TOP_SHARE,
         "reference": reference_group(found),
         "runs": [_facts(run, layers[run.name]) for run in found],
-        "maps": facts,
+        "maps": views.facts,
         "agreement": agreement,
         "verdicts": verdicts(found, agreement),
+        "layers": layers_of(found, gradient_images),
+        "trajectory": trajectories(found),
     }
-    return Explanation(found, chosen, targets, maps, numbers)
+    return Explanation(found, chosen, targets, views.maps, numbers)
 
 
 def _compared_epochs(runs: Sequence[ExplainedRun], wanted: Sequence[float] | None) -> list[float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,22 @@ from dphero.explain.explanation import Explanation
 from dphero.explain.images import PRIVATE_STAMP
 from dphero.explain.runs import LAST, ExplainedRun
 
-__all__ = ["TITLES", "all_figures", "plot_agreement", "plot_heatmaps", "plot_heatmaps_by_epoch"]
+__all__ = [
+    "TITLES",
+    "all_figures",
+    "plot_agreement",
+    "plot_heatmaps",
+    "plot_heatmaps_by_epoch",
+    "plot_layers",
+    "plot_trajectory",
+]
 
 TITLES = {
     "heatmaps": "Grad-CAM heat maps of the same images at the end of each training",
     "heatmaps-epochs": "Grad-CAM heat maps of one image during each training",
     "agreement": "Agreement of heat maps with those of training without privacy",
+    "layers": "Spectra of weights, noise and released gradients, and where the noise falls",
+    "trajectory": "How closely private trainings track one without privacy from the same initial weights",
 }
 """What each picture shows, by its name."""
 
@@ -35,6 +46,10 @@ def all_figures(explanation: Explanation, shown: int = 6) -> dict[str, Any]:
         found["heatmaps-epochs"] = plot_heatmaps_by_epoch(explanation)
         if reference_group(explanation.runs) is not None and len(explanation.runs) > 1:
             found["agreement"] = plot_agreement(explanation)
+    if explanation.numbers["layers"]:
+        found["layers"] = plot_layers(explanation)
+    if explanation.numbers["trajectory"]:
+        found["trajectory"] = plot_trajectory(explanation)
     return found
 
 
@@ -101,16 +116,107 @@ def plot_agreement(explanation: Explanation) -> Any:
             axes.axhline(
                 chance[-1][score]["mean"], color="#999999", linestyle=":", label="random weights with SGD's end"
             )
-        axes.set_title(title, fontsize=11)
-        axes.set_xlabel("epoch")
         axes.set_xticks(range(len(epochs)), ["end" if epoch == LAST else f"{epoch:g}" for epoch in epochs])
-        axes.grid(True, alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        _finish_axes(axes, title, "epoch")
     figure.axes[0].set_ylabel("agreement with training without privacy,\nother seeds, same epoch")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    _stamp(figure, explanation)
+    _legend(figure, explanation)
     return figure
+
+
+def plot_layers(explanation: Explanation) -> Any:
+    """Draw, for each layer, spectra at the last kept epoch (above), and noise along public gradients (below).
+
+    A spectrum ends where it is zero: a direction in which the noise is zero has no protection at all.
+    Noise along the public gradient is 1 where noise is isotropic; bars reach from the lowest to the highest run.
+    """
+    from matplotlib.figure import Figure
+
+    facts = explanation.numbers["layers"]
+    layers = list(dict.fromkeys(each["layer"] for each in facts))
+    runs = {run.name: run for run in explanation.runs}
+    figure = Figure(figsize=(max(7.0, 2.3 * len(layers) + 0.8), 8.6), layout="constrained")
+    grid = figure.subplots(4, len(layers), squeeze=False, gridspec_kw={"height_ratios": [1, 1, 1, 1]})
+    parts = (("weights", "W Wᵀ"), ("noise", "noise"), ("released", "released gradient"))
+    for column, layer in enumerate(layers):
+        for row, (part, _) in enumerate(parts):
+            for run in _one_of_each(explanation.runs):
+                last = [each for each in facts if each["run"] == run.name and each["layer"] == layer and part in each]
+                if last and (values := last[-1][part]["values"]):
+                    ranks = [place / max(1, len(values) - 1) for place in range(len(values))]
+                    grid[row][column].plot(ranks, [v or math.nan for v in values], **_style(explanation.runs, run))
+            grid[row][column].set_yscale("log")
+            _finish_axes(grid[row][column], layer if row == 0 else "", "")
+        below = grid[3][column]
+        for group in dict.fromkeys(run.group for run in explanation.runs if run.is_private):
+            by_epoch: dict[float, list[float]] = {}
+            for each in facts:
+                if each["layer"] == layer and runs[each["run"]].group == group and "noise_on_public" in each:
+                    by_epoch.setdefault(each["epoch"], []).append(each["noise_on_public"])
+            _band(below, by_epoch, explanation.runs, group)
+        _finish_axes(below, "", "epoch")
+    for row, (_, title) in enumerate(parts):
+        grid[row][0].set_ylabel(f"spectrum: {title}\n(mean 1)", fontsize=8)
+        grid[row][0].set_xlabel("rank, largest to smallest", fontsize=7)
+    grid[3][0].set_ylabel("noise along the\npublic gradient", fontsize=8)
+    _legend(figure, explanation)
+    return figure
+
+
+def plot_trajectory(explanation: Explanation) -> Any:
+    """Draw distance and direction of private trainings against the one without privacy that began alike."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.0), layout="constrained")
+    titles = (("distance", "distance to SGD's weights (SGD's own way is 1)"), ("cosine", "cosine with SGD's direction"))
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles, strict=True):
+        for group in dict.fromkeys(run.group for run in explanation.runs if run.is_private):
+            by_epoch: dict[float, list[float]] = {}
+            for each in explanation.numbers["trajectory"]:
+                if each["group"] == group and each[name] is not None:
+                    by_epoch.setdefault(each["epoch"], []).append(each[name])
+            _band(axes, by_epoch, explanation.runs, group)
+        _finish_axes(axes, title, "epoch")
+        epochs = sorted({each["epoch"] for each in explanation.numbers["trajectory"]})
+        axes.set_xscale("log")
+        axes.set_xticks(epochs, [f"{epoch:g}" for epoch in epochs])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+    _legend(figure, explanation)
+    return figure
+
+
+def _band(axes: Any, by_epoch: Mapping[float, Sequence[float]], runs: Sequence[ExplainedRun], group: str) -> None:
+    """Draw the mean over runs, and a band from the lowest to the highest."""
+    if not by_epoch:
+        return
+    run = next(each for each in runs if each.group == group)
+    epochs = sorted(by_epoch)
+    axes.plot(epochs, [sum(by_epoch[e]) / len(by_epoch[e]) for e in epochs], **_style(runs, run))
+    lowest, highest = [min(by_epoch[e]) for e in epochs], [max(by_epoch[e]) for e in epochs]
+    axes.fill_between(epochs, lowest, highest, color=_colour(runs, run), alpha=0.15, linewidth=0)
+
+
+def _style(runs: Sequence[ExplainedRun], run: ExplainedRun) -> dict[str, Any]:
+    dashes = "--" if not run.is_private else "-" if run.sound else ":"
+    return {"color": _colour(runs, run), "linestyle": dashes, "linewidth": 1.5, "label": run.group}
+
+
+def _finish_axes(axes: Any, title: str, below: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(below, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: Any, explanation: Explanation) -> None:
+    """Put one legend for all panels below, and the stamp above if there has to be one."""
+    entries: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    _stamp(figure, explanation)
 
 
 def _epochs(explanation: Explanation) -> list[float | str]:
@@ -127,18 +233,8 @@ def _line(axes: Any, points: Sequence[Any], runs: Sequence[ExplainedRun], group:
     reach = [[m - v["low"] for m, (_, v) in zip(means, points, strict=True)]]
     reach += [[v["high"] - m for m, (_, v) in zip(means, points, strict=True)]]
     label = f"{group}: spread of seeds" if not run.is_private else group
-    axes.errorbar(
-        x,
-        means,
-        yerr=reach,
-        color=_colour(runs, run),
-        marker=_MARKERS.get(run.method, "v"),
-        linestyle="--" if not run.is_private else "-" if run.sound else ":",
-        markersize=5,
-        capsize=3,
-        linewidth=1.4,
-        label=label,
-    )
+    style = {**_style(runs, run), "label": label}
+    axes.errorbar(x, means, yerr=reach, marker=_MARKERS.get(run.method, "v"), markersize=5, capsize=3, **style)
 
 
 def _colour(runs: Sequence[ExplainedRun], run: ExplainedRun) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TOP_SHARE", "faithfulness", "is_empty", "spearman", "top_overlap"]
+__all__ = ["TOP_SHARE", "faithfulness", "is_empty", "same_class", "spearman", "top_overlap"]
 
 TOP_SHARE = 0.2
 """The share of positions that count as hottest."""
@@ -41,6 +41,11 @@ def top_overlap(first: Tensor, second: Tensor, share: float = TOP_SHARE) -> Tens
     a, b = _hottest(first, share), _hottest(second, share)
     found = (a & b).sum(1) / (a | b).sum(1)
     return torch.where(is_empty(first) | is_empty(second), torch.nan, found.double())
+
+
+def same_class(first: Tensor, second: Tensor) -> Tensor:
+    """Return 1 for each image that two networks give the same class, else 0."""
+    return (first == second).double()
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from torch import nn
 
 from dphero._checks import closest
+from dphero.guidance import Guidance
 from dphero.methods.card import Card
 from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
@@ -52,6 +53,10 @@ class Method(ABC):
         Saved weights are loaded into what this returns.
         """
         return model
+
+    def guidance(self) -> Guidance | None:
+        """Return what shapes the noise, where the weights alone decide that; ``None`` where something else does."""
+        return None
 
     @classmethod
     def suggested(cls, data: str) -> dict[str, Any]:

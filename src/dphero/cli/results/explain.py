@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 
 from dphero.cli._console import console, say, table
 from dphero.cli._options import JsonOption, TrustOption, folder, numbers_of
+from dphero.cli._progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from dphero.explain import Explanation
@@ -57,16 +59,18 @@ def explain(
     from dphero.experiments.runs.files import to_json
     from dphero.explain import explain as find
 
-    found = find(
-        [*runs],
-        images=images,
-        per_class=per_class,
-        epochs=epoch_numbers,
-        layer=layer,
-        private_images_unprotected=private_images_unprotected,
-        trust=trust,
-    )
-    files = found.save(place, shown)
+    with ProgressDisplay("Reading") as display:
+        found = find(
+            [*runs],
+            images=images,
+            per_class=per_class,
+            epochs=epoch_numbers,
+            layer=layer,
+            private_images_unprotected=private_images_unprotected,
+            trust=trust,
+            note=lambda what, done, total: display.update(what, done, total),
+        )
+        files = found.save(place, shown)
     if found.numbers["stamp"]:
         say(f"dphero: {found.numbers['stamp']}")
     if as_json:
@@ -85,7 +89,8 @@ def _show(found: Explanation, files: list[Path]) -> None:
     """Print the outcome for people, within 80 columns."""
     numbers, screen = found.numbers, console()
     screen.print(f"{numbers['images']['count']} images ({numbers['images']['source']}), at the end of each training:")
-    shown = table("training", "runs", "accuracy", "Spearman", "IoU top 20 %", "faithful")
+    shown = table("training", "accuracy", "Spearman", "IoU top 20 %", "faithful")
+    shown.box = box.SIMPLE_HEAD  # narrow enough for 80 columns
     for group, rows in _by_group(numbers).items():
         shown.add_row(group, *rows)
     screen.print(shown)
@@ -94,8 +99,11 @@ def _show(found: Explanation, files: list[Path]) -> None:
         screen.print("No run without privacy was given: add some (--method sgd) to see what privacy changes.")
     else:
         screen.print(f"Spearman and IoU: agreement with the maps of {reference}, lowest to highest pair of runs.")
-        for each in numbers["verdicts"]:
-            screen.print(f"{each['group']}, {each['score']}: {each['verdict']}.")
+        for group in dict.fromkeys(each["group"] for each in numbers["verdicts"]):
+            mine = {each["score"]: each["verdict"] for each in numbers["verdicts"] if each["group"] == group}
+            same = len(set(mine.values())) == 1
+            words = [mine["spearman"]] if same else [f"by {name}, {verdict}" for name, verdict in mine.items()]
+            screen.print(f"{group}: {'; '.join(words)}.")
     screen.print(f"Pictures and numbers are in {files[0].parent}: {', '.join(each.name for each in files)}.")
 
 
@@ -116,7 +124,6 @@ def _by_group(numbers: dict[str, Any]) -> dict[str, list[str]]:
         accuracies = [each["accuracy"] for each in facts if each["accuracy"] is not None]
         faithful = [each["faithfulness"] for each in facts if each["faithfulness"] is not None]
         found[group] = [
-            str(len(facts)),
             f"{sum(accuracies) / len(accuracies):.1%}" if accuracies else "–",
             _range(agreed.get("spearman")),
             _range(agreed.get("iou")),
@@ -128,4 +135,4 @@ def _by_group(numbers: dict[str, Any]) -> dict[str, list[str]]:
 def _range(value: dict[str, float | None] | None) -> str:
     if not value or value["mean"] is None:
         return "–"
-    return f"{value['mean']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
+    return f"{value['mean']:.2f} ({value['low']:.2f}–{value['high']:.2f})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dphero.accounting import Price, calibrate_noise_multiplier, claimed_by_paper
 from dphero.guidance import PCA
@@ -46,8 +46,11 @@ class DPHero(Method):
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
-        guidance = PCA(exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every)
-        return PrivateTrainer(self.card, task, options={"guidance": guidance})
+        return PrivateTrainer(self.card, task, options={"guidance": self.guidance()})
+
+    def guidance(self) -> PCA:
+        """Return the principal directions of the weights."""
+        return PCA(exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every)
 
 
 class _PublishedTrainer(PrivateTrainer):
@@ -95,8 +98,9 @@ class DPHeroPublished(Method):
         if recipe.epsilon is not None:
             sigma = calibrate_noise_multiplier(recipe.epsilon, recipe.delta, task.sample_rate, task.steps)
             task = replace(task, recipe=recipe.with_(epsilon=None, noise_multiplier=sigma))
-        guidance: Any = PCA(
-            exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every, bare=self.floor == 0
-        )
-        options = {"guidance": guidance, "mechanism": "published", "unsound": True}
+        options = {"guidance": self.guidance(), "mechanism": "published", "unsound": True}
         return _PublishedTrainer(self.card, task, options=options)
+
+    def guidance(self) -> PCA:
+        """Return the principal directions of the weights; those that a weight lacks get no noise."""
+        return PCA(exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every, bare=self.floor == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dphero.guidance import Isotropic
 from dphero.methods.card import Card
 from dphero.methods.method import Method, register
 from dphero.methods.task import Task
@@ -43,4 +44,8 @@ class DPSGD(Method):
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
         clipping = "per_layer" if self.per_tensor else "flat"
-        return PrivateTrainer(self.card, task, options={"guidance": "isotropic", "clipping": clipping})
+        return PrivateTrainer(self.card, task, options={"guidance": self.guidance(), "clipping": clipping})
+
+    def guidance(self) -> Isotropic:
+        """Return noise that is the same in all directions."""
+        return Isotropic()
