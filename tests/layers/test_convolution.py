@@ -117,7 +117,7 @@ def test_a_training_uses_the_memory_again_and_stays_what_it_was(monkeypatch: pyt
         run = training(net, seed=5)
         released.append([torch.cat([g.flatten() for g in step.values()]) for step in run.steps(6)])
         assert run.engine._run is not None
-        rooms = [site.memory["room"] for site in run.engine._run.taps.hooked_modules if "room" in site.memory]
+        rooms = [site.memory["buffer"] for site in run.engine._run.taps.hooked_modules if "buffer" in site.memory]
         assert [room._memory is not None for room in rooms] == [large == 0]
     for fresh, again in zip(*released, strict=True):
         assert torch.equal(fresh, again)

@@ -19,7 +19,7 @@ A line may hold several calls, and a code need not know its columns (``python -X
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("functional", "hooks", "layers"))
+_OURS = tuple(os.path.join(_PACKAGE, folder) + os.sep for folder in ("functional", "hooks", "layers"))
 _internal: dict[str, bool] = {}
 _codes: dict[int, tuple[CodeType, list[int]]] = {}
 """By its number: a code, kept so that no other is ever known by that number, and its :func:`_instructions`."""

@@ -4,8 +4,8 @@ The model is run at two batch sizes, each row among different neighbours, to set
 
 * Where does each tapped tensor carry the examples? (:class:`~dphero.batch_axis.axis.BatchAxis`: read off the shapes at
   both sizes, so that a sequence length that happens to equal the batch size cannot be mistaken for it.)
-* Does each row depend on its own example alone, and its gradient? A model that mixes examples (batch statistics in
-  any disguise, a contrast that it returns as its loss) cannot be made private. (:mod:`dphero.checks.independence`)
+* Does each row depend on its own example alone, and its gradient? A model that mixes examples (batch statistics
+  of any kind, a contrast that it returns as its loss) cannot be made private. (:mod:`dphero.checks.independence`)
 * Does training write data into buffers or parameters? They would be published with the ``state_dict``.
 * Do the taps find the gradients that autograd finds? (:mod:`dphero.checks.gradient_check`)
 
@@ -134,8 +134,8 @@ class _Examination:
     def run(self) -> AxisPlan:
         """Return the plan, or raise what stands against private training.
 
-        Where examples seem to meet inside a module, it may be that it sorts their tokens and puts them back (a mixture
-        of experts). Then that module is recomputed example by example, and what comes out of it is compared.
+        Where examples seem to be mixed inside a module, it may sort their tokens and put them back (a mixture of
+        experts). Then that module is recomputed example by example, and what comes out of it is compared.
         """
         suspected: dict[str, MixedExamplesError] = {}
         rules = [(hooked, hooked.rule) for hooked in self._runs.taps.hooked_modules]

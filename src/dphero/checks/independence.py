@@ -115,7 +115,7 @@ class IndependenceCheck:
                     raise
 
     def compare_gradients(self, plan: AxisPlan, rows: list[int], mixed: list[int], random: bool) -> None:
-        """Check that each example's gradient is what it is among copies of itself: they may meet on the way back.
+        """Check that each example's gradient is what it is among copies of itself: the backward pass may mix them too.
 
         Outputs are looked at one by one: beside large logits, a small term over the whole batch would not be noticed.
         """

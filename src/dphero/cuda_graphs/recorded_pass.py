@@ -1,4 +1,4 @@
-"""One recorded forward and backward pass, and how it stands in the user's graph in place of the model."""
+"""One recorded forward and backward pass, and the node that takes the model's place in the user's graph."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Pass:
         self._inputs = [_buffer(leaf, axis, rows) for leaf, axis in zip(leaves, axes, strict=True)]
         self._gradients: list[Tensor] = []
         self._weights: list[Tensor] = []
-        self._ticket = 0
+        self._replays = 0
 
     def fill(self, leaves: Sequence[Any], rows: int) -> None:
         """Put arguments in their places."""
@@ -227,10 +227,10 @@ class Pass:
 
     def run(self, leaves: Sequence[Any], rows: int, tape: Tape) -> Any:
         """Replay the forward pass on these arguments; the backward pass follows when autograd arrives."""
-        self._ticket += 1
+        self._replays += 1
         self.fill(leaves, rows)
         anchor = torch.empty(0, device=self._gradients[0].device, requires_grad=True)
-        trained = iter(_Replay.apply(anchor, self, tape, rows, self._ticket))
+        trained = iter(_Replay.apply(anchor, self, tape, rows, self._replays))
         outs = [
             next(trained) if place in self._trained else out[:rows].clone() if isinstance(out, Tensor) else out
             for place, out in enumerate(self._outs)
@@ -242,10 +242,10 @@ class Pass:
         self._replay_forward()
         return tuple(self._outs[place][:rows].clone() for place in self._trained)
 
-    def backward(self, gradients: Sequence[Tensor], rows: int, ticket: int, tape: Tape) -> None:
+    def backward(self, gradients: Sequence[Tensor], rows: int, replay_number: int, tape: Tape) -> None:
         """Replay the backward pass; hand what it found to the tape."""
         tape.start()
-        if ticket != self._ticket:
+        if replay_number != self._replays:
             raise RuntimeError(
                 "the model was called again before this backward pass, which overwrote what it needs: with "
                 "cuda_graphs, call the model once for each batch, then backward()"
@@ -278,13 +278,13 @@ class _Replay(torch.autograd.Function):
     """Stands in the user's graph for the whole model."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, made: Pass, tape: Tape, rows: int, ticket: int) -> tuple[Tensor, ...]:
-        ctx.made, ctx.tape, ctx.rows, ctx.ticket = made, tape, rows, ticket
+    def forward(ctx: Any, anchor: Tensor, made: Pass, tape: Tape, rows: int, replay_number: int) -> tuple[Tensor, ...]:
+        ctx.made, ctx.tape, ctx.rows, ctx.replay_number = made, tape, rows, replay_number
         return made.forward(rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.made.backward(gradients, ctx.rows, ctx.ticket, ctx.tape)
+        ctx.made.backward(gradients, ctx.rows, ctx.replay_number, ctx.tape)
         return (None,) * 5
 
 

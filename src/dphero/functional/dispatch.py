@@ -1,4 +1,4 @@
-"""Unbatched values are followed through the model's code; where one meets the batch, its gradient is read off.
+"""Unbatched values are followed through the model's code, up to the operation that combines one with the batch.
 
 Elementwise operations get the value once per example (a view, no memory), and autograd does the rest. Products,
 convolutions and look-ups give pieces without forming anything (:mod:`dphero.functional.rules`). Any other operation is
@@ -102,7 +102,7 @@ def _run_with_batch(
     kwargs: Any,
     refused: Callable[[], CannotFollowError],
 ) -> Any:
-    """Run the operation in which unbatched values meet the batch, in ``axis`` of its result."""
+    """Run an operation that combines unbatched values with the batch; ``axis`` of its result carries the examples."""
     unbatched = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
     inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
     tape, label = taps.tape, unbatched[0].label

@@ -1,4 +1,4 @@
-"""Values that are the same for all examples, followed to where examples first meet them.
+"""Values that are the same for all examples, followed to where they are first combined with the batch.
 
 A bare parameter (a class token, a temperature, a LoRA matrix) or the output of a layer whose input does
 not carry the batch (a position embedding over an ``arange``) has no batch axis, so autograd would hand back
@@ -107,7 +107,7 @@ class Unbatched:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
 
     def expect(self, tape: GradientSink) -> None:
-        """Announce, in the forward pass, that the value met the batch once more."""
+        """Announce, in the forward pass, that the value is combined with the batch once more."""
         for origin in self.origins:
             origin.expect(tape)
 

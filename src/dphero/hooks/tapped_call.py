@@ -66,7 +66,7 @@ class TappedCall:
         return out
 
     def _tap_unbatched(self, out: Tensor, make: PieceMaker, saved: tuple[Any, ...], split: bool) -> Tensor:
-        """Tap an output that is the same for all examples: its gradient is taken where it meets the batch."""
+        """Tap an output that is the same for all examples: its gradient is taken where it joins the batch."""
         taps, hooked = self._taps, self._hooked
         rows = 1 if split or out.dim() < 2 else out.shape[0]  # the layer takes them for a batch
         kept = [value.detach() if isinstance(value, Tensor) else value for value in saved]

@@ -3,7 +3,7 @@
 While a model is private, each module that owns trainable parameters (a *hooked module*) has its ``forward``
 replaced, on the instance, by the rule of its layer family. A rule computes the same output from *detached*
 parameters, so that autograd spends nothing on parameter gradients, and taps that output. All other code that
-uses a parameter meets an :class:`~dphero.functional.unbatched.UnbatchedTensor` in its place. The model keeps its
+uses a parameter finds an :class:`~dphero.functional.unbatched.UnbatchedTensor` in its place. The model keeps its
 class, its attributes and its ``state_dict``; copies of it are ordinary models; :meth:`Taps.detach` undoes everything.
 
 Nothing here knows of clipping or noise.

@@ -26,10 +26,10 @@ def convolution(call: LayerCall, input: Tensor) -> Tensor:
         x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = (0,) * (x.dim() - 2)
     arguments = convolution_arguments(module.weight, module.stride, padding, module.dilation, module.groups)
-    room = call.memory.setdefault("room", ReusableBuffer())
+    buffer = call.memory.setdefault("buffer", ReusableBuffer())
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
-        pieces: dict[str, Piece] = {"weight": conv_piece(x, delta, arguments, room)}
+        pieces: dict[str, Piece] = {"weight": conv_piece(x, delta, arguments, buffer)}
         if call.wants("bias"):
             pieces["bias"] = Explicit(delta.flatten(2).sum(2))
         return pieces

@@ -16,16 +16,16 @@ __all__ = ["linear", "linear_pieces"]
 @register(nn.Linear)
 def linear(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a linear layer with any number of positions."""
-    room = call.memory.setdefault("sum", RefCountedBuffer()) if input.is_cpu else None
+    buffer = call.memory.setdefault("sum", RefCountedBuffer()) if input.is_cpu else None
 
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
-        return linear_pieces(delta, x, bias=call.wants("bias"), room=room)
+        return linear_pieces(delta, x, bias=call.wants("bias"), buffer=buffer)
 
     return call.tap(lambda: F.linear(input, call["weight"], call.get("bias")), make, input)
 
 
-def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, room: RefCountedBuffer | None = None) -> dict[str, Piece]:
+def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, buffer: RefCountedBuffer | None = None) -> dict[str, Piece]:
     """Return the pieces of a linear layer from its output gradient and input, features last."""
     left, right = delta.reshape(len(delta), -1, delta.shape[-1]), x.reshape(len(x), -1, x.shape[-1])
-    outer = Outer(left, right, room=room)
+    outer = Outer(left, right, None, buffer)
     return {"weight": outer, "bias": Bias(outer)} if bias else {"weight": outer}

@@ -20,7 +20,7 @@ class Sampler(Protocol):
 
     @property
     def usual_size(self) -> int:
-        """How many members a lot rarely exceeds. Private: it is for making room."""
+        """How many members a lot rarely exceeds. Private: it is for sizing buffers."""
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot."""

@@ -10,13 +10,13 @@ other operations than those before. It is read in these ways:
 * Do the gradients of examples stay the same when others are replaced? (:mod:`dphero.checks.loss.replay`: the first
   losses and a few later on, whose batches were followed from the loader on)
 
-Other things that are not understood are accepted: a check that cries wolf is soon switched off.
+What is not understood is accepted otherwise: a check with false alarms is soon switched off.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -92,10 +92,10 @@ class LossCheck:
             self._recorder = Recorder(rows, self._kind)
             self._recorder.begin(batch)
 
-    def enter(self, *arguments: Any) -> AbstractContextManager[None]:
+    def enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Called with what the model is called with; inside, it is ordinary tensors."""
         recorder = self._recording()
-        return ordinary(*arguments) if recorder is None else recorder.model(*arguments)
+        return ordinary(args, kwargs) if recorder is None else recorder.model(args, kwargs)
 
     def close(self) -> None:
         """Follow the batch in hand no longer."""
@@ -162,12 +162,14 @@ class LossCheck:
         """Read a loss that is about to be back-propagated, if it is one of those to be read or unlike them."""
         self._unread = False
         rows = self._rows()
-        if rows is None or rows < 2 or loss.grad_fn is None:
+        with torch._C.DisableTorchFunctionSubclass():  # else each look at an attribute is a call that is watched
+            node = loss.grad_fn
+        if rows is None or rows < 2 or node is None:
             return
         try:
             if self._ignores_targets:
-                require_same_targets(loss.grad_fn, rows)
-            number = fingerprint(loss.grad_fn)
+                require_same_targets(node, rows)
+            number = fingerprint(node)
             if self._left and number in self._known:
                 self._left -= 1
                 return
@@ -222,17 +224,17 @@ class LossCheck:
         self._check_coupling(loss, rows)
 
     def _check_coupling(self, loss: Tensor, rows: int) -> None:
-        """Refuse a loss in which examples meet, as far as that can be tried out without harm."""
+        """Refuse a loss that couples examples; not tried where a custom Function makes a second backward unsafe."""
         if any(map(is_custom, nodes_below(loss.grad_fn, until=OUTPUT))):  # may be differentiated only once
             return
-        meeting = coupling_strength(loss, output_edges(loss.grad_fn), rows, self._read)
+        coupled = coupling_strength(loss, output_edges(loss.grad_fn), rows, self._read)
         how = "derivatives for one half of them depend on the other half"
-        if meeting <= _ROUNDING:
-            meeting = coupling(loss.grad_fn, rows, self._read)
+        if coupled <= _ROUNDING:
+            coupled = coupling(loss.grad_fn, rows, self._read)
             how = "one of its terms depends on two halves of them"
-        if meeting > _ROUNDING:
+        if coupled > _ROUNDING:
             raise ValueError(
-                f"the loss compares the examples of a batch with each other ({how}, by {meeting:.2g} of its change): "
+                f"the loss compares the examples of a batch with each other ({how}, by {coupled:.2g} of its change): "
                 "it is no mean over examples, and one example changes the gradients of the others"
             )
 

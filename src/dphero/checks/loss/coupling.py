@@ -2,7 +2,7 @@
 
 A loss is a sum (or mean) over terms: the entries of the last tensors of which it is a linear function. It is a sum over
 examples if each of these terms depends on one example alone. So the model's outputs are moved for one half of the
-examples, then for the other half, and each term may answer to one of the two only (:func:`coupling`). That needs no
+examples, then for the other half, and each term may change with one of the two only (:func:`coupling`). That needs no
 second derivatives, which hinges, distances and ranks do not have; and no knowledge of where the terms carry the
 examples. Second derivatives see what is not made of such terms, as a cumulative sum (:func:`coupling_strength`).
 
@@ -163,7 +163,7 @@ def _sizes(answers: Sequence[Tensor | None], fused: str) -> Tensor | None:
 
 
 def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[GradientEdge, int]], half: Tensor) -> float:
-    """Go the other way: what flows back from one half of a tensor's rows may not meet what flows back from the rest."""
+    """Go the other way: what flows back from one half of the rows may not reach the outputs that the rest reaches."""
     largest = 0.0
     for edge in [edge for edges in ends for edge in edges]:
         size = _edge_shape(edge)

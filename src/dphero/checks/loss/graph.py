@@ -170,18 +170,19 @@ def fingerprint(loss: Any) -> int:
     has the same ones whatever the number of rows.
     """
     pairs = set()
-    seen, stack = {loss}, [loss]
+    seen: set[Any] = {loss}
+    stack: list[tuple[Any, Any]] = [(loss, _describe(loss))]
     while stack:
-        node = stack.pop()
-        name = _describe(node)
+        node, name = stack.pop()
         for child, _ in node.next_functions:
             if child is None:
                 continue
             marked = OUTPUT in child.metadata
-            pairs.add((name, OUTPUT if marked else _describe(child)))
+            described = OUTPUT if marked else _describe(child)
+            pairs.add((name, described))
             if child not in seen and not marked:
                 seen.add(child)
-                stack.append(child)
+                stack.append((child, described))
     return hash(frozenset(pairs))
 
 

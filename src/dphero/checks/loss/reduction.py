@@ -167,17 +167,17 @@ class ReductionCheck:
                 )
 
     def _check_coupling(self, node: Any) -> None:
-        """Refuse what lets examples meet between the model's output and the place where the batch is reduced."""
+        """Refuse what couples examples between the model's output and the place where the batch is reduced."""
         if self._in_model:
             return
         for below in nodes_below(node, until=OUTPUT):
             kind, shape, children = kind_of(below), shape_of(below, 0), children_of(below)
-            meets = kind in _PAIRS and shape == (self._rows, self._rows) and len(children) > 1
+            couples = kind in _PAIRS and shape == (self._rows, self._rows) and len(children) > 1
             if kind in _RANKING | {"Mean", "Sum"}:
-                meets = self._reduces(below)
+                couples = self._reduces(below)
             if kind in ("Softmax", "LogSoftmax"):
-                meets = shape[:1] == (self._rows,) and signed(below._saved_dim) in (0, -len(shape))
-            if meets:
+                couples = shape[:1] == (self._rows,) and signed(below._saved_dim) in (0, -len(shape))
+            if couples:
                 raise ValueError(
                     f"the loss compares the examples of a batch with each other ({kind} over all of them): it is no "
                     "mean over examples, and one example changes the gradients of the others"
