@@ -62,7 +62,7 @@ def layers_of(runs: Sequence[ExplainedRun], images: Images | None) -> list[dict[
                 factor = None
                 if guidance is not None:
                     factor = noise_factor(shapes.get(block.name), block)
-                    facts["noise"] = spectrum_facts(torch.linalg.svdvals(factor).square())
+                    facts["noise"] = spectrum_facts(_variances(factor))
                 gradients = {
                     "released": snapshot.gradient.get(block.name),
                     "public": public.get(block.name),
@@ -95,7 +95,7 @@ def shares_of_noise(factor: Tensor | None, matrices: Mapping[str, Tensor], scale
     if public is not None:
         found["noise_on_public"] = float((factor.mT @ public).square().sum() / public.square().sum())
     if released is not None and scale is not None:
-        variances, columns = torch.linalg.svdvals(factor).square(), released.shape[1]
+        variances, columns = _variances(factor), released.shape[1]
         energy, noise = float(released.square().sum()), scale**2 * columns * float(variances.sum())
         error = scale**2 * math.sqrt(2 * columns * float(variances.square().sum())) / energy
         found["signal_share"], found["signal_share_error"] = 1 - noise / energy, error
@@ -133,6 +133,12 @@ def noise_factor(geometry: Geometry | None, block: Block) -> Tensor:
         return identity
     factor = side.to(dtype=torch.float64).colour(identity, axis=-2)
     return factor * math.sqrt(size) / factor.norm()
+
+
+def _variances(factor: Tensor) -> Tensor:
+    """Return the variances along the principal directions; what rounding alone has left of a zero is zero."""
+    scales = torch.linalg.svdvals(factor)
+    return torch.where(scales > len(scales) * torch.finfo(factor.dtype).eps * scales[0], scales, 0.0).square()
 
 
 def _guidance(run: ExplainedRun) -> Guidance | None:
