@@ -101,7 +101,7 @@ def test_close_to_dp_accounting_and_not_below_the_truth(releases):
         assert found.epsilon == pytest.approx(pessimistic.get_epsilon_for_delta(delta), rel=1e-3)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.002, 0.2), st.floats(0.7, 4.0)), min_size=17, max_size=20, unique=True),
     st.sampled_from([1e-4, 1e-6]),

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dphero._files import seal_json
+from dphero.audit.mechanism import audit_mechanism
 from dphero.audit.report import Report, plot_roc, save
 from dphero.audit.run_ledger import check_ledger
 from dphero.audit.trainings.membership import Roc
@@ -43,10 +44,17 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ``test_a_run_is_audited_in_its_directory`` runs all of it.
     """
+
+    def short(*arguments: Any, releases: int, **settings: Any) -> Any:
+        return audit_mechanism(*arguments, releases=20, **settings)
+
+    monkeypatch.setattr("dphero.audit.runs.audit_mechanism", short)
+    monkeypatch.setattr("dphero.audit.runs._LARGE", 0)  # the mechanism is audited on a small network
     monkeypatch.setattr("dphero.audit.mechanism._FEWEST", 40)
     monkeypatch.setattr("dphero.audit.laws.white_box._PLAIN", 16)
     monkeypatch.setattr("dphero.audit.runs._FEWEST_TRAININGS", 20)
     monkeypatch.setattr("dphero.audit.runs._SHADOWS", 4)
+    monkeypatch.setattr("dphero.audit.runs._QUICK_STEPS", 18)  # all of the finished run
 
 
 def test_published_prints_one_object_for_each_mechanism(tmp_path: Path) -> None:
@@ -140,6 +148,7 @@ def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, few: None, m
         "    return nn.Sequential(nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, classes))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dphero.audit.runs._LARGE", 1000)
     settings = {"data": "digits", "method": "dp-sgd", "noise_multiplier": 1.0, "epochs": 1.0}
     notes = audit_recipe(resolve({**settings, "model": "normed:network"}), releases=20).notes
     assert any(note.startswith("no canary enters 1.weight, 1.bias: a leak") for note in notes), notes
