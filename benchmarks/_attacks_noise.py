@@ -85,11 +85,11 @@ def both(attack: Callable[[], Figures], *guards: tuple[Any, str, Any]) -> dict[s
 def tails() -> Figures:
     """Draw with the most extreme words there are, and compute how often one record would be seen beyond."""
 
-    def smallest(self: Any, release: int, counter: int, size: int) -> None:
+    def smallest(self: Any, *place: Any) -> None:
         self._words[0].zero_()
         self._words[1].fill_(1 << 30)
 
-    least = (fast._Lane, "_second_words", lambda self, release, places: torch.full((len(places),), 2.0**-65).double())
+    least = (fast._Lane, "_second_word", lambda self, code, pair: 2.0**-65)
     noise = torch.empty(128)
     with without((fast._Lane, "_encrypt", smallest), least):
         FastNoise().fill([noise], 1.0, 0)

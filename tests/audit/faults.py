@@ -228,11 +228,10 @@ def _drawn(change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
 
     def make(original: Any) -> Any:
         def draw(self: Any, targets: list[Target], release: int) -> None:
-            fresh = [Target(torch.empty_like(each.tensor), False, 1.0) for each in targets]
+            fresh = [each._replace(tensor=torch.empty_like(each.tensor), std=1.0) for each in targets]
             original(self, fresh, release)
             for target, each in zip(targets, fresh, strict=True):
-                noise = change(each.tensor) * target.std
-                target.tensor.copy_(target.tensor + noise if target.keep else noise)
+                target.tensor.copy_(change(each.tensor) * target.std)
 
         return draw
 

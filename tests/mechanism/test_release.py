@@ -766,7 +766,7 @@ def test_noise_is_drawn_shaped_and_added_in_single_precision(
     fill = run.engine._attached.mechanism.noise.fill
 
     def watched(tensors: Any, *arguments: Any, **options: Any) -> None:
-        filled.extend(tensor.dtype for tensor in tensors)
+        filled.extend(tensor.dtype for tensor in tensors.values())
         fill(tensors, *arguments, **options)
 
     monkeypatch.setattr(run.engine._attached.mechanism.noise, "fill", watched)

@@ -1,6 +1,8 @@
 """Noise sources: the right law, no repetition, no replay, exact resumption."""
 
 import copy
+import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -41,56 +43,6 @@ def draw(source: NoiseSource, *shapes: int | tuple[int, ...], release: int, std:
 
 def pvalue(sample: torch.Tensor, std: float) -> float:
     return stats.kstest(sample.double().flatten().numpy() / std, "norm").pvalue
-
-
-# ---- adding in place ---------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_what_is_kept_gets_the_noise_that_would_have_been_written(make, dtype):
-    shapes = [(300, 1000), (7,), (50, 3)]  # one spans several chunks
-    fresh = draw(make(), *shapes, release=4, dtype=dtype)
-    before = [torch.randn(shape, dtype=dtype) for shape in shapes]
-    tensors = [tensor.clone() for tensor in before]
-    make().fill(tensors, STD, 4, keep=[True, False, True])
-    eps = torch.finfo(dtype).eps
-    for tensor, held, noise_, keep in zip(tensors, before, fresh, [True, False, True], strict=True):
-        # SecureNoise adds in float64 and rounds once
-        torch.testing.assert_close(tensor, noise_ + keep * held, rtol=4 * eps, atol=4 * eps)
-
-
-@both
-@pytest.mark.parametrize("sizes", [(50_000, 7, 90_000), (131_072, 131_072, 40)], ids=["in one chunk", "a chunk each"])
-def test_each_tensor_may_have_a_deviation_of_its_own(make, sizes):
-    stds, keep = [0.25, 2.0, 1.7], [False, True, True]
-    unit = draw(make(), *sizes, release=4, std=1.0)
-    tensors = [torch.ones(size) for size in sizes]
-    make().fill(tensors, stds, 4, keep)
-    for tensor, normals, std, kept in zip(tensors, unit, stds, keep, strict=True):
-        torch.testing.assert_close(tensor, std * normals + kept, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match="one for each"):
-        make().fill(tensors, stds[:2], 4)
-    with pytest.raises(ValueError, match="not negative"):
-        make().fill(tensors, [1.0, -1.0, 1.0], 4)
-
-
-@both
-def test_without_noise_what_is_kept_stays(make):
-    tensors = [torch.ones(3), torch.ones(3)]
-    make().fill(tensors, 0.0, 0, keep=[True])
-    assert tensors[0].tolist() == [1.0] * 3 and tensors[1].tolist() == [0.0] * 3
-
-
-@both
-@pytest.mark.parametrize(
-    "bad", [torch.ones(4, 4).T[:, :2], torch.ones(3, dtype=torch.bfloat16)], ids=["strided", "narrow"]
-)
-def test_a_tensor_that_cannot_be_added_to_in_place_is_refused(make, bad):
-    source, before = make(), bad.clone()
-    with pytest.raises(ValueError, match="in place"):
-        source.fill([bad], STD, 0, keep=[True])
-    assert torch.equal(bad, before) and source.last_release == -1
 
 
 # ---- the law -----------------------------------------------------------------------------------------------
@@ -222,17 +174,21 @@ def test_secure_stream_is_the_published_cipher(size):
 # ---- the transform of the fast source ----------------------------------------------------------------------
 
 
+def by_pairs(noise: torch.Tensor) -> np.ndarray:
+    """Sines and cosines, as rows, of noise in whole blocks."""
+    return noise.numpy().reshape(-1, 2, pairs.BLOCK // 2).transpose(1, 0, 2).reshape(2, -1)
+
+
 def fast_transform(radii, angles, kind=np.int32, place=0.5) -> np.ndarray:
     """Sines and cosines of the pairs, as rows; second words put the smallest uniforms at a place of their interval."""
     n = len(radii)
-    words = np.zeros((2, n + -n % 64), dtype=kind)
+    words = np.zeros((2, n + -n % 128), dtype=kind)
     words[:, :n] = radii, angles
     out = torch.full((words.size,), math.nan, dtype=torch.float32 if kind == np.int32 else torch.float64)
     tiny, numbers = torch.tensor(2.0 ** (-8 * words.itemsize), dtype=out.dtype), out.new_empty(3, words.shape[1])
-    lists = ([out], [words.size], [False], [1.0])
-    chunk = (pairs.chunk_maker(), torch.from_numpy(words), numbers, tiny, (0, words.size), lists)
+    chunk = (pairs.chunk_maker(), torch.from_numpy(words), numbers, tiny, 1.0, [out])
     pairs.draw_chunk(*chunk, lambda which: torch.full(which.shape, place, dtype=torch.float64))
-    return out.numpy().reshape(2, -1)[:, :n]
+    return by_pairs(out)[:, :n]
 
 
 @pytest.mark.parametrize(("kind", "tail"), [(np.int32, 6.66), (np.int64, 9.42)], ids=["f32", "f64"])
@@ -277,23 +233,32 @@ def test_the_source_refines_what_its_words_ask_for(monkeypatch):
     """The second word is a block of its own of the key stream; the same bits whatever the chunk and thread."""
     encrypt = fast._Lane._encrypt
 
-    def rare(self, release, counter, size):
-        encrypt(self, release, counter, size)
-        if counter < 1 << 62:
-            self._words[0, 100:103] = torch.tensor([0, -1, 5], dtype=torch.int32)
+    def rare(self, code, first, count, begin):
+        encrypt(self, code, first, count, begin)
+        self._words[0, begin + 100 : begin + 103] = torch.tensor([0, -1, 5], dtype=torch.int32)
+        seen.append((code, first))
 
+    seen: list[tuple[bytes, int]] = []
     monkeypatch.setattr(fast._Lane, "_encrypt", rare)
-    source, total = FastNoise(seed=3), 400_000
-    (sample,) = draw(source, total, release=2, std=1.0)
-    chunk = fast._chunk_size(total)
-    for start in range(0, total, chunk):
-        pairs_ = min(chunk, total - start) // 2
+    source, sizes = FastNoise(seed=3), (400_000, 300)
+    drawn = draw(source, *sizes, release=2, std=1.0)
+    assert len(seen) > 4
+    for code, first in seen:
+        noise = drawn[[fast._name_code("0"), fast._name_code("1")].index(code)]
+        block = noise[2 * first : 2 * first + 256]
         for pair, unit in ((100, 1), (101, 1), (102, 11)):
-            block = (2).to_bytes(8, "big") + ((1 << 62) + start + pair).to_bytes(8, "big")
-            key = bytes.fromhex(source.state_dict()["key"])
-            word = int.from_bytes(Cipher(algorithms.AES128(key), modes.ECB()).encryptor().update(block)[:8], "little")
-            radius = math.sqrt(-2 * math.log((unit - 1 + 2 * (word + 0.5) / 2**64) / 2**32))
-            assert math.hypot(sample[start + pair], sample[start + pairs_ + pair]) == pytest.approx(radius, rel=1e-5)
+            word = key_stream(source, 2, code, (1 << 62) + first + pair)[:8]
+            fraction = (int.from_bytes(word, "little") + 0.5) / 2**64
+            radius = math.sqrt(-2 * math.log((unit - 1 + 2 * fraction) / 2**32))
+            assert math.hypot(block[pair], block[128 + pair]) == pytest.approx(radius, rel=1e-5)
+
+
+def key_stream(source, release: int, code: bytes, counter: int, blocks: int = 1) -> bytes:
+    """Blocks of AES-128 under the key of a release that is bound to nothing, as documented."""
+    counters = b"".join(code + (counter + i).to_bytes(8, "big") for i in range(blocks))
+    secret = bytes.fromhex(source.state_dict()["key"])
+    key = hashlib.blake2b(b"noise" + release.to_bytes(8, "big"), key=secret, digest_size=16).digest()
+    return Cipher(algorithms.AES128(key), modes.ECB()).encryptor().update(counters)
 
 
 def test_on_a_device_two_normals_reach_further_than_one():
@@ -327,7 +292,7 @@ def test_fast_transform_matches_the_formula(kind):
 def test_fast_pairs_are_a_plane_gaussian(dtype):
     """Sine and cosine share a radius: the plane has no corner, no spoke and no ring that a Gaussian has not."""
     (sample,) = draw(make_fast(), 2 * fast._FAST_CHUNK, release=0, std=1.0, dtype=dtype)
-    sine, cosine = sample.double().numpy().reshape(2, 2, -1).transpose(1, 0, 2).reshape(2, -1)
+    sine, cosine = by_pairs(sample.double())
     assert stats.kstest((sine**2 + cosine**2) / 2, "expon").pvalue > 0.01
     assert stats.kstest(np.arctan2(sine, cosine) / np.pi, "uniform", (-1, 2)).pvalue > 0.01
     assert stats.spearmanr(sine**2 + cosine**2, np.arctan2(sine, cosine)).pvalue > 0.01
@@ -409,11 +374,10 @@ def test_parameters_keep_their_storage_and_their_graph(make):
 
 
 @both
-@pytest.mark.parametrize("keep", [False, True])
-def test_autograd_notices_that_a_tensor_was_written(make, keep):
+def test_autograd_notices_that_a_tensor_was_written(make):
     factor = torch.ones(3)
     loss = (factor * torch.ones(3, requires_grad=True)).sum()
-    make().fill([factor], STD, 0, keep=[keep])
+    make().fill([factor], STD, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -448,52 +412,63 @@ def test_no_value_of_one_type_is_the_rounded_value_of_another():
     assert abs(np.corrcoef(narrow, wide)[0, 1]) < 0.15
 
 
-def words_of(source: FastNoise, release: int, start: int, size: int, width: int) -> np.ndarray:
-    """The documented words of one chunk, block by block: AES of (release, counter), no counter mode involved."""
-    blocks = np.empty((size * width // 16, 2), dtype=">u8")
-    first = start * width // 16 + (1 << 63 if width == 8 else 0)
-    blocks[:, 0], blocks[:, 1] = release, first + np.arange(len(blocks), dtype=np.uint64)
-    key = bytes.fromhex(source.state_dict()["key"])
-    stream = Cipher(algorithms.AES128(key), modes.ECB()).encryptor().update(blocks.tobytes())
-    return np.frombuffer(stream, dtype=f"<i{width}")
+def words_of(source: FastNoise, release: int, name: str, pairs_: int, width: int) -> np.ndarray:
+    """The words of a tensor: a row for radii, and one for angles."""
+    first = 1 << 63 if width == 8 else 0
+    code, blocks = hashlib.blake2b(name.encode(), digest_size=8).digest(), pairs_ * width // 16
+    streams = [key_stream(source, release, code, first + row * (1 << 61), blocks) for row in (0, 1)]
+    return np.stack([np.frombuffer(stream, dtype=f"<i{width}") for stream in streams])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 @pytest.mark.parametrize("release", [0, 7, (1 << 40) + 7, (1 << 64) - 1])
 def test_fast_stream_is_the_documented_one(release, dtype):
-    """Key, release, type, position and length, and nothing else, say what the noise is; all bits of them count."""
-    source, cut = FastNoise(), 70_016
-    (sample,) = draw(source, 4 * cut - 128, release=release, std=1.0, dtype=dtype)  # four chunks, the last one shorter
-    for start in range(0, len(sample), cut):
-        part = sample[start : start + cut].numpy()
-        assert_pairs(part, words_of(source, release, start, len(part), dtype.itemsize))
+    """Key, release, name, type and place, and nothing else, say what the noise is; all bits of them count."""
+    source, size = FastNoise(), 32_000  # several parts of a chunk
+    tensors = {name: torch.zeros(size, dtype=dtype) for name in ("conv.weight", "b")}
+    source.fill(tensors, 1.0, release)
+    for name, noise in tensors.items():
+        assert_pairs(by_pairs(noise), words_of(source, release, name, size // 2, dtype.itemsize))
 
 
-@pytest.mark.parametrize("numbers", [1, 63, 64, 65, 127, 128, 129, 131_072, 131_073, 262_145, 1_863_690, 10**9 + 7])
-def test_chunks_are_equal_and_few(numbers):
-    size = fast._chunk_size(numbers)
-    chunks = -(-numbers // size)
-    assert size % 128 == 0 and size <= fast._FAST_CHUNK
-    assert (chunks - 1) * size < numbers <= chunks * size
-    assert chunks <= 2 or chunks % 4 == 0 or numbers > 10**8  # among so many one more or less is nothing
-    assert chunks <= -(-numbers // fast._FAST_CHUNK) + 3
+@pytest.mark.parametrize("blocks", [1, 2, 511, 512, 513, 1024, 1025, 7281, 4_000_001])
+def test_chunks_are_equal_and_few(blocks):
+    size = fast._chunk_size(blocks)
+    chunks = -(-blocks // size)
+    assert size * pairs.BLOCK <= fast._FAST_CHUNK
+    assert chunks <= 2 or chunks % 4 == 0 or blocks > 10**6  # among so many one more or less is nothing
+    assert chunks <= -(-blocks * pairs.BLOCK // fast._FAST_CHUNK) + 3
 
 
 def test_no_block_of_the_key_stream_is_used_twice(monkeypatch):
-    used: set[tuple[int, int]] = set()
+    used: set[tuple[bytes, bytes]] = set()
     encrypt = fast._Lane._encrypt
 
-    def watched(self, release, counter, size):
-        blocks = {(release, counter + i) for i in range(-(-size // 16))}
-        assert not blocks & used
-        used.update(blocks)
-        encrypt(self, release, counter, size)
+    class Watched:
+        def __init__(self, lane):
+            self.cipher, self.lane = lane._cipher, lane
+
+        def reset_nonce(self, nonce):
+            self.nonce = nonce
+            self.cipher.reset_nonce(nonce)
+
+        def update_into(self, zeros, stream):
+            first = int.from_bytes(self.nonce, "big")
+            blocks = {(self.lane._key, (first + i).to_bytes(16, "big")) for i in range(-(-len(zeros) // 16))}
+            assert not blocks & used
+            used.update(blocks)
+            return self.cipher.update_into(zeros, stream)
+
+    def watched(self, *place):
+        self._cipher, cipher = Watched(self), self._cipher
+        encrypt(self, *place)
+        self._cipher = cipher
 
     monkeypatch.setattr(fast._Lane, "_encrypt", watched)
     source, sizes = make_fast(), (fast._FAST_CHUNK, 7, 90_000, 200_000)
-    for release in (0, 1, 2, 1 << 32):
+    for release in (0, 1, 1 << 32):
         source.fill([torch.zeros(n, dtype=d) for n in sizes for d in (torch.float32, torch.float64)], STD, release)
-    assert len(used) > 4 * sum(sizes) * 12 / 16
+    assert len(used) > 3 * sum(sizes) * 12 / 16
 
 
 def test_all_bits_of_the_release_reach_the_generator():
@@ -617,34 +592,47 @@ def test_fast_noise_survives_a_growing_pool(threads):
 
 
 @given(total=st.integers(139_800, 140_000), cuts=st.lists(st.integers(0, 139_800), max_size=6))
-def test_fast_noise_depends_on_the_position_alone(total, cuts):
-    """How the positions are split among tensors does not change the noise."""
-    (whole,) = draw(make_fast(), total, release=4)
+def test_a_part_of_a_tensor_drawn_alone_has_the_noise_of_the_whole(total, cuts):
+    whole = torch.zeros(total)
+    make_fast().fill({"w": whole}, STD, 4)
     edges = [0, *sorted(cuts), total]
-    parts = draw(make_fast(), *np.diff(edges).tolist(), release=4)
-    assert torch.equal(torch.cat(parts), whole)
+    for begin, end in itertools.pairwise(edges):
+        part = torch.zeros(end - begin)
+        make_fast().fill({"w": part}, STD, 4, starts={"w": begin})
+        assert torch.equal(part, whole[begin:end])
 
 
-@given(cuts=st.lists(st.integers(0, 140_000), max_size=6), own=st.booleans())
-def test_what_fast_noise_is_added_to_depends_on_the_position_alone(cuts, own):
-    """The same sum, whatever tensors it is cut in; a part with a deviation of its own changes no other part."""
-    held = torch.randn(140_000, generator=torch.Generator().manual_seed(3))
-    (whole, copied), edges = (held.clone(), held.clone()), [0, *sorted(cuts), 140_000]
-    make_fast().fill([whole], STD, 4, [True])
-    parts = list(copied.split(np.diff(edges).tolist()))
-    make_fast().fill(parts, [*[STD] * (len(parts) - 1), STD / 3 if own else STD], 4, [True] * len(parts))
-    last = edges[-2] if own else 140_000
-    assert torch.equal(copied[:last], whole[:last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_neither_order_nor_other_tensors_nor_sizes_matter(dtype):
+    shapes = {"a.weight": (300, 500), "a.bias": (300,), "b.weight": (7, 3, 5, 5), "b.bias": (7,)}
+    together = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    make_fast().fill(together, STD, 2)
+    for name, shape in reversed(shapes.items()):
+        alone, longer = torch.zeros(shape, dtype=dtype), torch.zeros(math.prod(shape) + 999, dtype=dtype)
+        make_fast().fill({"other": torch.zeros(5), name: alone}, STD, 2)
+        make_fast().fill({name: longer}, STD, 2)
+        assert torch.equal(alone, together[name])
+        assert torch.equal(longer[: alone.numel()], alone.flatten())
+    values = torch.cat([each.flatten()[:7] for each in together.values()])
+    assert values.unique().numel() > 20  # and no two tensors have the same
+
+
+def test_parts_that_are_no_parts_are_refused():
+    source = make_fast()
+    for starts in ({"v": 0}, {"w": -1}):
+        with pytest.raises(ValueError):
+            source.fill({"w": torch.zeros(3)}, STD, 0, starts=starts)
+    assert source.last_release == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 def test_python_draws_what_the_compiled_function_draws(dtype, monkeypatch):
     """Where torch cannot compile it, noise is slower but the same."""
-    sizes, keep = [70_001, 3, 190_000], [True, False, True]
+    sizes = [70_001, 3, 190_000]
     compiled, other = ([torch.ones(size, dtype=dtype) for size in sizes] for _ in range(2))
-    make_fast().fill(compiled, [STD, 1.0, 0.3], 1, keep)
+    make_fast().fill(compiled, STD, 1)
     monkeypatch.setattr(fast, "chunk_maker", lambda: pairs.make_chunk)
-    make_fast().fill(other, [STD, 1.0, 0.3], 1, keep)
+    make_fast().fill(other, STD, 1)
     assert all(torch.equal(a, b) for a, b in zip(compiled, other, strict=True))
 
 

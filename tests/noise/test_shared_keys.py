@@ -137,12 +137,14 @@ def test_noise_is_bound_to_values_types_and_shapes() -> None:
     assert len(found) == 2 + len(others)
 
 
-def test_a_state_from_before_noise_was_bound_goes_on_as_it_would_have() -> None:
-    source, older = FastNoise(seed=15), FastNoise(seed=16)
-    state = source.state_dict()
-    del state["binds"]
-    older.load_state_dict(state)
-    plain, bound = torch.zeros(8), torch.zeros(8)
-    source.fill([plain], 1.0, 0)
-    older.fill([bound], 1.0, 0, bound_to=[torch.ones(3)])
-    assert torch.equal(plain, bound)
+def test_a_state_of_an_earlier_stream_goes_on_with_new_noise(caplog: pytest.LogCaptureFixture) -> None:
+    """Noise then was another function of the key: none of it comes again, and the run is charged as before."""
+    state = {**FastNoise(seed=15).state_dict(), "last_release": 4, "binds": True}
+    del state["stream"]
+    source = FastNoise(seed=16)
+    with caplog.at_level(logging.INFO, logger="dphero"):
+        source.load_state_dict(state)
+    assert "goes on with new noise" in caplog.text and source.last_release == 4
+    with pytest.raises(RuntimeError, match="already served"):
+        source.fill([torch.zeros(8)], 1.0, 4)
+    source.fill([torch.zeros(8)], 1.0, 5)

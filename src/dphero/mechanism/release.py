@@ -28,6 +28,7 @@ from dphero.numerics.precision import at_least_single
 
 __all__ = ["Mechanism", "Mode"]
 
+_COUNT = "the count of the clip rule"  # a name that no parameter has
 _RULES = {rule.name: rule for rule in (Ellipsoid, Ball, Published)}
 
 
@@ -166,7 +167,7 @@ class Mechanism:
             for name, parameter in self._parameters.items()
         }
         for_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        targets = [*noise.values(), *([for_count] if counts else [])]
+        targets = {**noise, _COUNT: for_count} if counts else noise
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))
         return noise, for_count
 

@@ -3,6 +3,9 @@
 A pair has two words, signed integers k and l of b bits. The uniform u = |2k + 1| / 2ᵇ is never 0, and it is finest near
 0, where the tails come from. The angle πl / 2ᵇ⁻¹ lies in [-π, π]. The pair is √(ln 1/u²) · (sin, cos).
 
+A tensor, flattened, is cut in blocks of :data:`BLOCK` numbers: first the sines of half as many pairs, then their
+cosines. So which pair a number comes from follows from its place in the tensor alone.
+
 With b = 32 the smallest u would be 2⁻³², and noise would end at 6.66 standard deviations: an output beyond that would
 be impossible without the record that moved it there. So the eight smallest uniforms, which stand for intervals
 (|2k + 1| ± 1) / 2³², get a second word of 64 bits that says where in the interval u lies. Tails then reach 11.5
@@ -25,10 +28,12 @@ from math import log
 import torch
 from torch import Tensor
 
-__all__ = ["chunk_maker", "draw_chunk", "make_chunk"]
+__all__ = ["BLOCK", "chunk_maker", "draw_chunk", "make_chunk"]
 
 logger = logging.getLogger(__name__)
 
+BLOCK = 256
+"""Numbers in a block, of which half are sines and half are cosines. Noise depends on it."""
 _REFINED = 16
 """Uniforms below so many units of 2⁻³² are refined."""
 
@@ -38,8 +43,8 @@ def draw_chunk(
     words: Tensor,
     numbers: Tensor,
     tiny: Tensor,
-    place: tuple[int, int],
-    lists: tuple[list[Tensor], list[int], list[bool], list[float]],
+    std: float,
+    targets: list[Tensor],
     second: Callable[[Tensor], Tensor],
 ) -> None:
     """Make the normals of a chunk, refining the smallest uniforms, and hand them out.
@@ -49,57 +54,42 @@ def draw_chunk(
         words: Random words, as there.
         numbers: The same memory, as there.
         tiny: 2⁻ᵇ.
-        place: ``start`` and ``stop``.
-        lists: ``targets``, ``ends``, ``keeps`` and ``stds``.
+        std: The standard deviation.
+        targets: As there.
         second: Told which pairs, by their numbers in the chunk; returns where in (0, 1) the second word of each puts
             its uniform, in float64.
     """
-    if make(words, numbers, tiny, *place, *lists):
+    if make(words, numbers, tiny, std, targets):
         return
-    pairs = (place[1] - place[0] + 1) // 2
-    radius = numbers[0, : pairs + -pairs % 64]
+    pairs = sum(-(-len(target) // BLOCK) for target in targets) * (BLOCK // 2)
+    radius = numbers[0, :pairs]
     units = 2 * ((32 * log(2) - radius.double().square() / 2).exp() / 2 - 0.5).round() + 1  # |2k + 1| again
     which = (units < _REFINED).nonzero().flatten()
     fine = (units[which] - 1 + 2 * second(which)).log().sub(32 * log(2)).mul(-2).sqrt()
     radius[which] = fine.to(radius.dtype)
-    handed_out = make(words, numbers, tiny, *place, *lists, made=True)
+    handed_out = make(words, numbers, tiny, std, targets, made=True)
     assert handed_out
 
 
 def make_chunk(
-    words: Tensor,
-    numbers: Tensor,
-    tiny: Tensor,
-    start: int,
-    stop: int,
-    targets: list[Tensor],
-    ends: list[int],
-    keeps: list[bool],
-    stds: list[float],
-    made: bool = False,
+    words: Tensor, numbers: Tensor, tiny: Tensor, std: float, targets: list[Tensor], made: bool = False
 ) -> bool:
-    """Make standard normals, first sines, then cosines, and hand them out, times their deviations.
-
-    There are half as many pairs as normals, rounded up to a multiple of 64: a processor may treat what is less than a
-    vector differently.
+    """Make normals and hand them out: to each target its blocks, of which the last may be cut short.
 
     Args:
         words: A row of words for the radii of all pairs, and one for their angles; used up.
         numbers: The same memory, taken for numbers of the normals' type, which has b bits as well; and a third row.
         tiny: 2⁻ᵇ, in that type.
-        start: Where in the concatenation of all targets the normals belong,
-        stop: and where they end.
-        targets: Contiguous tensors of that type, to be overwritten or added to.
-        ends: Where each of them ends in the concatenation.
-        keeps: Which of them are added to.
-        stds: Their deviations.
+        std: The standard deviation.
+        targets: Contiguous vectors of that type, to be overwritten. Each begins with a block of its own.
         made: Whether radii, sines and cosines are made already, and only to be handed out.
 
     Returns:
         Whether they were handed out. If not, some radii of 32 bits are so large that their uniforms want refining.
     """
-    unit, pairs = float(tiny), (stop - start + 1) // 2
-    pairs += -pairs % 64
+    unit, half, pairs = float(tiny), 128, 0
+    for target in targets:
+        pairs += (target.size(0) + 2 * half - 1) // (2 * half) * half
     used = numbers.narrow(1, 0, pairs)
     radius, sine, cosine = used[0], used[1], used[2]
     if not made:
@@ -111,19 +101,23 @@ def make_chunk(
         sine.sin_()
         if unit > 1e-12 and float(radius.max()) > 6.2:  # √(2 ln(2³² / 16)) is 6.23
             return False
-    for row in range(2):
-        turn, first = used[1 + row], start + row * pairs
-        for i in range(len(targets)):
-            target = targets[i].view(-1)
-            begin = ends[i] - target.size(0)
-            low, high = max(begin, first), min(ends[i], min(first + pairs, stop))
-            if low < high:
-                if high - low < target.size(0):
-                    target = target.narrow(0, low - begin, high - low)
-                ours, length = turn.narrow(0, low - first, high - low), radius.narrow(0, low - first, high - low)
-                if not keeps[i]:
-                    target.zero_()  # and added to as well: the same bits either way
-                target.addcmul_(ours, length, value=stds[i])
+    radius.mul_(std)
+    first = 0
+    for target in targets:
+        whole, rest = target.size(0) // (2 * half), target.size(0) % (2 * half)
+        if whole > 0:
+            count = whole * half
+            blocks = target.narrow(0, 0, 2 * count).view(whole, 2, half)
+            length = radius.narrow(0, first, count).view(whole, half)
+            torch.mul(sine.narrow(0, first, count).view(whole, half), length, out=blocks.select(1, 0))
+            torch.mul(cosine.narrow(0, first, count).view(whole, half), length, out=blocks.select(1, 1))
+            first += count
+        if rest > 0:
+            tail, count = target.narrow(0, whole * 2 * half, rest), min(rest, half)
+            torch.mul(sine.narrow(0, first, count), radius.narrow(0, first, count), out=tail.narrow(0, 0, count))
+            tail, count = tail.narrow(0, count, rest - count), rest - count
+            torch.mul(cosine.narrow(0, first, count), radius.narrow(0, first, count), out=tail)
+            first += half
     return True
 
 
@@ -134,9 +128,9 @@ def chunk_maker() -> Callable[..., bool]:
         with _unwatched():
             # from its source, as this way torch warns of nothing
             compiled: Callable[..., bool] = torch.jit.CompilationUnit(inspect.getsource(make_chunk)).make_chunk
-            words = torch.ones(2, 64, dtype=torch.int32, device="cpu") << 20
-            numbers, tiny = torch.empty(3, 64, device="cpu"), torch.tensor(2.0**-32, device="cpu")
-            compiled(words, numbers, tiny, 0, 128, [torch.empty(128, device="cpu")], [128], [False], [1.0])
+            words = torch.ones(2, BLOCK, dtype=torch.int32, device="cpu") << 20
+            numbers, tiny = torch.empty(3, BLOCK, device="cpu"), torch.tensor(2.0**-32, device="cpu")
+            compiled(words, numbers, tiny, 1.0, [torch.empty(2 * BLOCK - 1, device="cpu")])
     except Exception as error:
         logger.info("Noise is drawn more slowly, as torch could not compile its transform: %s", error)
         return make_chunk

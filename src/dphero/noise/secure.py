@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from dphero.noise.source import OneTimeSource, Target, close, is_flat
+from dphero.noise.source import OneTimeSource, Target, copy_back, is_flat
 
 __all__ = ["SecureNoise"]
 
@@ -80,9 +80,8 @@ class SecureNoise(OneTimeSource):
             even = total + total % 2
             self._stream.update_into(self._zeros[: 8 * even], self._bits.data.cast("B"))
             bits = torch.from_numpy(self._bits[:even])
-            std = _common_std(piece.std for piece in pieces)
-            _deal(_box_muller(bits, std, out=self._normals[:even]), std, pieces)
-        close(detours)
+            _hand_out(_box_muller(bits, pieces[0].std, out=self._normals[:even]), pieces)
+        copy_back(detours)
 
 
 def _box_muller(bits: Tensor, std: float, out: Tensor) -> Tensor:
@@ -130,40 +129,27 @@ def _cut(
     """
     chunks: list[list[Target]] = []
     detours: list[tuple[Tensor, Tensor]] = []
-    room = 0
-    for tensor, keep, std in targets:
+    left = 0
+    for tensor, std, name, _ in targets:
         pieces: Sequence[Tensor] = (tensor,)
-        if tensor.numel() > (room or size):
+        if tensor.numel() > (left or size):
             if is_flat(tensor):
                 flat = tensor.view(-1)
             else:
                 flat = torch.empty(tensor.numel(), dtype=dtype, device="cpu")
                 detours.append((tensor, flat))
-            pieces = (flat[:room], *flat[room:].split(size)) if room else flat.split(size)
+            pieces = (flat[:left], *flat[left:].split(size)) if left else flat.split(size)
         for piece in pieces:
-            if room == 0:
+            if left == 0:
                 chunks.append([])
-                room = size
-            chunks[-1].append(Target(piece, keep, std))
-            room -= piece.numel()
+                left = size
+            chunks[-1].append(Target(piece, std, name))
+            left -= piece.numel()
     return chunks, detours
 
 
-def _common_std(stds: Iterable[float]) -> float:
-    """Return the standard deviation that all share; 1 where they differ, and each is multiplied by its own later."""
-    different = set(stds)
-    return different.pop() if len(different) == 1 else 1.0
-
-
-def _deal(noise: Tensor, std: float, pieces: list[Target]) -> None:
-    """Hand the flat noise of deviation `std` out to the pieces in order, rounding to each one's type."""
-    parts = _unflatten_dense_tensors(noise, [piece.tensor for piece in pieces])
-    for piece, part in zip(pieces, parts, strict=True):
-        if piece.std != std:
-            part.mul_(piece.std)
-    fresh = [(piece.tensor, part) for piece, part in zip(pieces, parts, strict=True) if not piece.keep]
-    if fresh:  # one call for all: for many small tensors a third of the cost of a loop over views and copies
-        torch._foreach_copy_([tensor for tensor, _ in fresh], [part for _, part in fresh])
-    for (tensor, keep, _), part in zip(pieces, parts, strict=True):
-        if keep:
-            torch.add(part, tensor, out=tensor)
+def _hand_out(noise: Tensor, pieces: list[Target]) -> None:
+    """Hand flat noise out to the pieces in order, rounding to each one's type."""
+    tensors = [piece.tensor for piece in pieces]
+    # one call for all: for many small tensors a third of the cost of a loop over views and copies
+    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(noise, tensors)))

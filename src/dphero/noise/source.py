@@ -1,4 +1,4 @@
-"""What noise sources share: arguments are checked, and each release is served once. And where noise is put."""
+"""What noise sources share: arguments are checked, and each release is served once."""
 
 from __future__ import annotations
 
@@ -7,58 +7,52 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "NoiseSource",
-    "OneTimeSource",
-    "Target",
-    "can_keep",
-    "close",
-    "is_flat",
-]
+__all__ = ["NoiseSource", "OneTimeSource", "Target", "Tensors", "copy_back", "is_flat"]
+
+Tensors = Mapping[str, Tensor] | Sequence[Tensor]
+"""Tensors by name, or in an order: then they are called "0", "1", …"""
 
 
 class Target(NamedTuple):
-    """A tensor, or a flat part of one, that is overwritten with noise, or gets it added to what it holds (`keep`)."""
+    """A tensor that is overwritten with noise.
+
+    Attributes:
+        tensor: All of what is called `name`, or a part of it: flattened, the elements from `start` on.
+        std: Standard deviation of the noise.
+    """
 
     tensor: Tensor
-    keep: bool
     std: float
+    name: str = "0"
+    start: int = 0
 
 
-def can_keep(tensor: Tensor) -> bool:
-    """Tell whether noise can be added to the tensor in place."""
-    return is_flat(tensor) and tensor.dtype in (torch.float32, torch.float64)
-
-
+@runtime_checkable
 class NoiseSource(Protocol):
-    """Gaussian noise on demand, each release once."""
+    """Gaussian noise on demand, each release once.
+
+    What the price relies on: every number is drawn from N(0, std²), independently of all others and of the data, by a
+    generator that nobody can predict; and no noise is handed out twice, in this process or after a checkpoint was
+    loaded. The engine cannot check that.
+    """
 
     @property
     def seeded(self) -> bool:
         """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
 
-    def fill(
-        self,
-        tensors: Sequence[Tensor],
-        std: float | Sequence[float],
-        release: int,
-        keep: Sequence[bool] = (),
-        bound_to: Sequence[Tensor] = (),
-    ) -> None:
-        """Overwrite every tensor in place with independent N(0, std²), or add that to what it holds.
+    def fill(self, tensors: Tensors, std: float, release: int, *, bound_to: Sequence[Tensor] = ()) -> None:
+        """Overwrite every tensor in place with independent N(0, std²).
 
         Args:
-            tensors: floating-point tensors of any shape, strides and device; empty ones are fine.
-            std: standard deviation, σ·C: one, or one for each tensor. Zero gives zeros, and uses the release up all
-                the same.
+            tensors: floating-point tensors of any shape, strides and device, by name or in an order; empty ones are
+                fine.
+            std: standard deviation, σ·C. Zero gives zeros, and uses the release up all the same.
             release: index of this release, larger than every index served before.
-            keep: for each tensor, whether noise is added to what it holds; left out, it is overwritten. This needs a
-                contiguous tensor on the CPU, of 32 or 64 bits.
             bound_to: what the noise is for, as tensors on the CPU: the sum it will hide, or numbers that tell that sum
                 from others. A source that a key repeats gives the same noise for the same values, and independent
                 noise for any others.
@@ -96,31 +90,32 @@ class OneTimeSource(ABC):
 
     def fill(
         self,
-        tensors: Sequence[Tensor],
-        std: float | Sequence[float],
+        tensors: Tensors,
+        std: float,
         release: int,
-        keep: Sequence[bool] = (),
+        *,
         bound_to: Sequence[Tensor] = (),
+        starts: Mapping[str, int] | None = None,
     ) -> None:
-        """Overwrite every tensor in place with independent N(0, std²), or add to it; see `NoiseSource.fill`."""
-        release = operator.index(release)
-        given = list(std) if isinstance(std, Sequence) else [std]
-        if not all(math.isfinite(each) and each >= 0 for each in given):
+        """Overwrite every tensor in place with independent N(0, std²); see `NoiseSource.fill`.
+
+        Args:
+            tensors: as there.
+            std: as there.
+            release: as there.
+            bound_to: as there.
+            starts: for parts of tensors, by name: the place of their first element in the whole, flattened. A source
+                that a key repeats gives a part the noise that the whole would have got there.
+        """
+        release, std = operator.index(release), float(std)
+        if not (math.isfinite(std) and std >= 0):
             raise ValueError(f"std must be finite and not negative, got {std!r}.")
-        stds = given if isinstance(std, Sequence) else given * len(tensors)
-        if len(stds) != len(tensors):
-            raise ValueError(f"{len(tensors)} tensors have {len(stds)} standard deviations; give one, or one for each.")
-        kept = [*keep, *[False] * (len(tensors) - len(keep))]
-        targets = [Target(*each) for each in zip(tensors, kept, map(float, stds), strict=True)]
         if not 0 <= release < 1 << 64:
             raise ValueError(f"release must be an index from 0, got {release}.")
-        for tensor, its_own, _ in targets:
-            if not tensor.is_floating_point() or tensor.layout != torch.strided:
-                raise ValueError(
-                    f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
-                )
-            if its_own and not can_keep(tensor):
-                raise ValueError("Noise is added in place on the CPU only, to contiguous tensors of 32 or 64 bits.")
+        named = tensors.items() if isinstance(tensors, Mapping) else ((str(i), each) for i, each in enumerate(tensors))
+        begin = starts or {}
+        targets = [Target(tensor, std, name, begin.get(name, 0)) for name, tensor in named]
+        self._require_drawable(targets, begin)
         if release <= self._last_release:
             raise RuntimeError(
                 f"Release {release} asked for, but release {self._last_release} was already served: a noise "
@@ -131,13 +126,25 @@ class OneTimeSource(ABC):
         # Claimed first: noise that was written in part before an error is not handed out again either.
         self._last_release = release
         with torch.no_grad():
-            if not any(target.std for target in targets):
-                for tensor, its_own, _ in targets:
-                    if not its_own:
-                        tensor.zero_()
+            if std == 0:
+                for target in targets:
+                    target.tensor.zero_()
             elif filled := [target for target in targets if target.tensor.numel()]:
                 self._bind(release, bound_to)
                 self._draw(filled, release)
+
+    def _require_drawable(self, targets: Sequence[Target], starts: Mapping[str, int]) -> None:
+        """Raise ``ValueError`` for a tensor that noise cannot be drawn for."""
+        for tensor, _, _, start in targets:
+            if not tensor.is_floating_point() or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
+                )
+            if start < 0:
+                raise ValueError(f"A part of a tensor starts at 0 or later, got {start}.")
+        unknown = starts.keys() - {target.name for target in targets}
+        if unknown:
+            raise ValueError(f"Starts were given for {sorted(unknown)}, which are not among the tensors.")
 
     def _bind(self, release: int, values: Sequence[Tensor]) -> None:  # noqa: B027 (not all have a key to repeat)
         """Make the noise of a release a function of these values too; for sources that a key repeats."""
@@ -177,7 +184,7 @@ def is_flat(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
-def close(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy scratches, where noise was drawn for tensors that lie elsewhere, to these."""
+def copy_back(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy noise that was drawn in a scratch to the tensor that it belongs in."""
     for tensor, scratch in detours:
         tensor.copy_(scratch.view(tensor.shape))
