@@ -18,10 +18,11 @@ from dphero.audit.laws.checks import Check
 from dphero.audit.run_ledger import RunLedger
 from dphero.audit.trainings.membership import Roc
 from dphero.audit.trainings.one_run import OneRun
+from dphero.experiments.pictures import FURTHER, GREY, METHOD_COLOURS, VERDICT_COLOURS, figure_of
 
 __all__ = ["Report", "plot_epsilons", "plot_roc", "plot_trade_off", "save"]
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = (METHOD_COLOURS["dp-sgd"], METHOD_COLOURS["dp-hero"], *FURTHER)  # one for each attack
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,31 +127,34 @@ def _draw(report: Report, directory: Path) -> None:
 
 
 def plot_epsilons(report: Report) -> Any:
-    """Draw claimed against audited ε: a sound claim stands right of its bar."""
+    """Draw claimed against audited ε: a sound claim stands right of its bar. Numbers stand apart, at the right."""
     rows = [(each.name, each.audited_epsilon, each.claim.epsilon, each.true_epsilon) for each in report.audits]
     rows += [(each.name, each.audited_epsilon, each.claimed_epsilon, None) for each in report.one_runs]
-    figure, axes = _figure(7.5, 1.8 + 0.6 * len(rows))
+    figure, axes = _figure(8.5, 1.8 + 0.6 * len(rows))
     for place, (_, audited, claimed, true) in enumerate(rows):
-        broken = audited > claimed
-        axes.barh(place, audited, height=0.5, color=_COLOURS[1] if broken else _COLOURS[0])
-        axes.annotate(
-            f"{audited:.2f}", (audited, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        verdict = "refuted" if audited > claimed else "sound"
+        axes.barh(place, audited, height=0.5, color=VERDICT_COLOURS[verdict])
         if np.isfinite(claimed):
             axes.plot([claimed, claimed], [place - 0.4, place + 0.4], color="black", linewidth=2.5)
         if true is not None and np.isfinite(true):
             axes.plot([true, true], [place - 0.4, place + 0.4], color="black", linewidth=2.5, linestyle=":")
+        claim = "∞" if np.isinf(claimed) else f"{claimed:.2f}"
+        text = f"≥ {audited:.2f}, claimed {claim}"
+        axes.annotate(text, (1.01, place), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+    for label, colour in (
+        ("audited lower bound", "sound"),
+        ("audited lower bound above the claim: refuted", "refuted"),
+    ):
+        if any((audited > claimed) == (colour == "refuted") for _, audited, claimed, _ in rows):
+            axes.barh([0], [0], color=VERDICT_COLOURS[colour], label=label)
     axes.plot([], [], color="black", linewidth=2.5, label="claimed ε")
     if any(true is not None for *_, true in rows):
         axes.plot([], [], color="black", linewidth=2.5, linestyle=":", label="true ε")
-    axes.barh([0], [0], color=_COLOURS[0], label="audited lower bound")
-    if any(audited > claimed for _, audited, claimed, _ in rows):
-        axes.barh([0], [0], color=_COLOURS[1], label="audited lower bound, above the claim")
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.invert_yaxis()
     _epsilon_scale(axes, max(value for row in rows for value in row[1:] if value is not None and np.isfinite(value)))
     axes.set_title(report.title, fontsize=10, wrap=True)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -167,20 +171,44 @@ def _epsilon_scale(axes: Any, largest: float) -> None:
 
 
 def plot_trade_off(audits: Sequence[Audit]) -> Any:
-    """Draw missed against false alarms of the attack, and the claimed curve that no attack may get below."""
-    figure, axes = _figure(6.0, 5.2)
-    for number, each in enumerate(audits):
-        colour = _COLOURS[number % len(_COLOURS)]
+    """Draw missed against false alarms of the attack, and the claimed curve that no attack may get below.
+
+    A panel for each audit: curves that coincide cannot hide each other. The band holds the attack's whole curve with
+    the audit's confidence (Dvoretzky, Kiefer, Wolfowitz, half of the risk for each rate).
+    """
+    columns = min(3, len(audits))
+    count = math.ceil(len(audits) / columns)
+    figure, grid = figure_of(3.6 * columns + 0.4, 3.5 * count + 0.9, count, columns, sharex=True, sharey=True)
+    for axes in grid.flat[len(audits) :]:
+        axes.set_visible(False)
+    for axes, each in zip(grid.flat, audits, strict=False):
         roc = Roc.of(each.name, each.inside, each.outside)
-        axes.plot(roc.false_rates, 1 - roc.true_rates, color=colour, label=f"{each.name}: the attack")
-        false = np.linspace(0, 1, 500)
-        dashes = (4 * number, (4, 4 * max(len(audits) - 1, 1)))  # in turns, so that equal claims are all seen
-        axes.plot(false, _claimed_misses(each, false), color=colour, linestyle=dashes, label=f"{each.name}: the claim")
-    axes.plot([0, 1], [1, 0], color="grey", linewidth=0.8, label="guessing")
-    axes.set_xlabel("false alarms: canary out, taken for in")
-    axes.set_ylabel("misses: canary in, taken for out")
-    axes.set_title("Trade-off curves: a sound claim lies below its attack")
-    axes.legend(fontsize=8)
+        false, misses = roc.false_rates, 1 - roc.true_rates
+        high, low = (
+            math.sqrt(math.log(4 / (1 - each.confidence)) / (2 * len(values))) for values in (each.inside, each.outside)
+        )
+        attack, claim = METHOD_COLOURS["dp-sgd"], VERDICT_COLOURS["refuted" if each.refuted else "sound"]
+        band = np.clip([misses - high, misses + high], 0, 1)
+        edges = np.clip([false - low, false + low], 0, 1)
+        whole = np.concatenate([edges[0], edges[1][::-1]]), np.concatenate([band[0], band[1][::-1]])
+        spread = f"attack, {each.confidence:.0%} band"
+        axes.fill(*whole, color=attack, alpha=0.18, linewidth=0, label=spread)
+        axes.plot(false, misses, color=attack, linewidth=1.5, label="the attack")
+        rates = np.linspace(0, 1, 500)
+        label = "the claim, refuted" if each.refuted else "the claim"
+        axes.plot(rates, _claimed_misses(each, rates), color=claim, linestyle="--", linewidth=1.8, label=label)
+        axes.plot([0, 1], [1, 0], color=GREY, linewidth=0.8, label="guessing")
+        axes.set_title(each.name, fontsize=9, wrap=True)
+        axes.set_xlabel("false alarms: canary out, taken for in", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("misses: canary in, taken for out", fontsize=8)
+    entries = {
+        label: handle
+        for axes in grid.flat[: len(audits)]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(entries.values(), entries.keys(), fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle("Trade-off curves: a sound claim lies below its attack", fontsize=11)
     return figure
 
 
@@ -203,7 +231,7 @@ def plot_roc(attacks: Sequence[Roc]) -> Any:
         shown = f"{each.name}: AUC {each.area:.3f}, TPR {each.true_rate():.2%} at 0.1 % FPR"
         floor = np.maximum(each.true_rates, lowest / 2)
         axes.plot(np.maximum(each.false_rates, lowest), floor, color=_COLOURS[number % len(_COLOURS)], label=shown)
-    axes.plot([lowest, 1], [lowest, 1], color="grey", linewidth=0.8, label="guessing")
+    axes.plot([lowest, 1], [lowest, 1], color=GREY, linewidth=0.8, label="guessing")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("false positive rate (0 stands at the left edge)")
@@ -214,11 +242,5 @@ def plot_roc(attacks: Sequence[Roc]) -> Any:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(True, alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    figure, axes = figure_of(width, height)
+    return figure, axes[0][0]

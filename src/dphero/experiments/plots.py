@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,33 @@ from typing import Any
 from dphero._files import write_atomically
 from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.comparison.table import Row, shown_price, tabulate, to_csv
+from dphero.experiments.pictures import (
+    FURTHER,
+    GREY,
+    MARKERS,
+    METHOD_COLOURS,
+    VERDICT_COLOURS,
+    end_labels,
+    figure_of,
+)
 from dphero.experiments.runs.files import write_text
 
 __all__ = ["plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
 
-# Colours that colour-blind readers can tell apart, and a shape besides (Okabe and Ito).
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-_MARKERS = (
-    "o",
-    "s",
-    "^",
-    "D",
-    "v",
-    "P",
-    "X",
-    "*",
-    "<",
-)  # one more, so that a colour that comes again has another shape
+_LEGEND_LINES = 7  # more are named at their ends, and all but the best known are grey
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Return colour and marker of each label: a method has its own colour wherever it is drawn."""
+    groups, rest = _by_label(rows), iter(FURTHER)
+    many, found = len(groups) > _LEGEND_LINES, {}
+    for number, (label, group) in enumerate(groups.items()):
+        own = METHOD_COLOURS.get(group[0].method) if label.split(":")[0] == group[0].method else None
+        colour = own or (GREY if many else next(rest, GREY))
+        if own is None and not group[0].sound:
+            colour = VERDICT_COLOURS["unsound"]
+        found[label] = (colour, MARKERS[number % len(MARKERS)])
+    return found
 
 
 def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
@@ -45,14 +54,16 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
     figure, axes = _figure(7.5, 5.2)
     groups = _by_label(rows)
     ticks = sorted({x for row in rows if (x := _epsilon(row)) is not None})
-    shifts = _shifts(len(groups), ticks)
+    shifts, styles, ends = _shifts(len(groups), ticks), _styles(rows), []
     for number, (label, group) in enumerate(groups.items()):
-        colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = styles[label]
         points = sorted(((x, row) for row in group if (x := _epsilon(row)) is not None), key=lambda point: point[0])
         if not points:
             _ceiling(axes, group[0], colour)
+            ends.append((f"{label} (ε = ∞)", 100 * (group[0].accuracy or 0), colour))
             continue
         places = [(x * shifts[number], 100 * (row.accuracy or 0)) for x, row in points]
+        ends.append((label, places[-1][1], colour))
         axes.errorbar(
             *zip(*places, strict=True),
             yerr=[100 * (row.spread or 0) for _, row in points],
@@ -62,12 +73,24 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
             markersize=6,
             linestyle="-" if group[0].sound else ":",
             capsize=4,
+            linewidth=1.0 if colour == GREY else 1.8,
+            alpha=0.7 if colour == GREY else 1.0,
+            zorder=2 if colour == GREY else 3,
         )
         for place, (_, row) in zip(places, points, strict=True):
             if not row.sound and row.epsilon is not None:
-                truth = f"true ε {shown_price(row.epsilon)}"
-                above = (place[0], place[1] + 100 * (row.spread or 0))
-                axes.annotate(truth, above, xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7)
+                below = (place[0], place[1] - 100 * (row.spread or 0))
+                axes.annotate(
+                    f"true ε {_short_price(row.epsilon)}",
+                    below,
+                    xytext=(0, -5),
+                    textcoords="offset points",
+                    ha="center",
+                    va="top",
+                    fontsize=7,
+                    color=colour,
+                    zorder=4,
+                )
     if ticks:
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
@@ -76,7 +99,10 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
     axes.set_xlabel(f"privacy loss ε (log scale{_deltas(rows)}); smaller is more private")
     axes.set_ylabel("test accuracy (%)")
     axes.set_title(f"{', '.join(sorted({row.data for row in rows}))}: {_averaged(rows)}", fontsize=11)
-    _legend_of_all(figure, [axes])
+    if len(groups) > _LEGEND_LINES:
+        end_labels(axes, ends)
+    else:
+        _legend_of_all(figure, [axes])
     save_figure(figure, directory / "accuracy", private=True)
 
 
@@ -99,7 +125,7 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
     write_text(directory / "curves.csv", to_csv(records), private=True)
     panels = _panels(rows)
     figure, grid = _figure(max(5.5, 3.9 * len(panels) + 1), 4.6, columns=len(panels))
-    styles = dict(zip(_by_label(rows), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS)), strict=False))
+    styles = _styles(rows)
     for axes, (title, numbers) in zip(grid, panels.items(), strict=True):
         for number in numbers:
             _draw_curve(axes, curves[number], rows[number], *styles[_legend_label(rows[number])])
@@ -141,6 +167,14 @@ def _mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         found.append((begun[0][step]["epoch"], statistics.fmean(values), spread))
     return found
+
+
+def _short_price(value: float) -> str:
+    """Return an ε as text, rounded up: large ones by their power of ten."""
+    if value < 1e4 or math.isinf(value):
+        return shown_price(value)
+    power = math.floor(math.log10(value))
+    return f"{math.ceil(value / 10 ** (power - 1)) / 10:g}e{power}"
 
 
 def _shifts(groups: int, ticks: Sequence[float]) -> list[float]:
@@ -230,14 +264,8 @@ def require_matplotlib() -> None:
 
 def _figure(width: float, height: float, columns: int | None = None) -> tuple[Any, Any]:
     """Return a figure that belongs to no window, with axes (or a row of them, sharing their y axis)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns or 1, sharey=True, squeeze=False)[0]
-    for each in axes:
-        each.grid(True, alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes if columns else axes[0]
+    figure, axes = figure_of(width, height, columns=columns or 1, sharey=True)
+    return figure, axes[0] if columns else axes[0][0]
 
 
 def _legend_of_all(figure: Any, grid: Sequence[Any]) -> None:

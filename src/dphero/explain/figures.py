@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dphero.experiments.pictures import FURTHER, METHOD_COLOURS
 from dphero.explain.agreement import RANDOM, reference_group
 from dphero.explain.explanation import Explanation
 from dphero.explain.images import PRIVATE_STAMP
@@ -34,8 +35,6 @@ TITLES = {
 """What each picture shows, by its name."""
 
 # The project's colours of the four trainings; others follow (Okabe and Ito: colour-blind readers can tell them apart).
-_COLOURS = {"sgd": "#000000", "dp-sgd": "#0072B2", "dp-hero": "#009E73", "dp-hero-published": "#D55E00"}
-_FURTHER = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")
 _MARKERS = {"sgd": "D", "dp-sgd": "s", "dp-hero": "o", "dp-hero-published": "X"}
 
 
@@ -241,9 +240,9 @@ def _colour(runs: Sequence[ExplainedRun], run: ExplainedRun) -> str:
     """The project's colour of a training; a second group of one method gets another."""
     groups = list(dict.fromkeys(each.group for each in runs))
     same = [group for group in groups if group.split(" ")[0] == run.method]
-    if same[0] == run.group and run.method in _COLOURS:
-        return _COLOURS[run.method]
-    return _FURTHER[groups.index(run.group) % len(_FURTHER)]
+    if same[0] == run.group and run.method in METHOD_COLOURS:
+        return METHOD_COLOURS[run.method]
+    return FURTHER[groups.index(run.group) % len(FURTHER)]
 
 
 def _columns(runs: Sequence[ExplainedRun]) -> list[tuple[str, str]]:

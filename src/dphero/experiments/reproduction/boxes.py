@@ -10,6 +10,7 @@ from typing import Any
 
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.pictures import METHOD_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark, shown
 from dphero.experiments.reproduction.settings import (
@@ -132,7 +133,7 @@ def _draw(
             values = [100 * run.result["accuracy"] for run in runs if run.result]
             if not values:
                 continue
-            x, colour = place + 0.26 * (number - 1), drawing.COLOURS[method]
+            x, colour = place + 0.26 * (number - 1), METHOD_COLOURS[method]
             box = panel.boxplot([values], positions=[x], widths=0.2, patch_artist=True, manage_ticks=False)
             for part in ("boxes", "whiskers", "caps", "medians"):
                 for line in box[part]:

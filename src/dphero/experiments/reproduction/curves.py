@@ -13,6 +13,7 @@ from dphero.accounting import claimed_by_paper
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.comparison.table import shown_price
+from dphero.experiments.pictures import GREY, room_above
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report, prices, remark
 from dphero.experiments.reproduction.settings import (
@@ -160,13 +161,14 @@ class Curves:
             panel.set_title(f"σ = {setting.noise_multiplier:g}{more}", fontsize=10)
             panel.text(0.5, 0.97, _priced(rows, setting), **_corner(panel))
             if self.mark is not None and self.mark < shape.iterations:
-                panel.vlines(self.mark, 0, 100, color="#999999", linewidth=1, label="where the paper's figure ends")
-            panel.set_ylim(0, 112)
-            panel.set_yticks(range(0, 101, 20))
+                panel.axvline(self.mark, ymax=0.9, color=GREY, linewidth=1, label="where the paper's figure ends")
             if i == count - 1:
                 panel.set_xlabel(self.axis)
             if j == 0:
                 panel.set_ylabel("test accuracy (%)")
+        room_above(
+            axes[0][0], [point[2] for curve in curves.values() for point in curve]
+        )  # of all: the axes are shared
         note = f"{size.upper()}: {self._words(shape)}. ε at δ = {DELTAS[0]:g}."
         drawing.finish(figure, directory / self.name, self.title, note)
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dphero.experiments.pictures import METHOD_COLOURS, figure_of
 from dphero.experiments.plots import save_figure
 from dphero.experiments.reproduction.settings import METHOD_TITLES, PUBLISHED
 
-__all__ = ["COLOURS", "finish", "grid", "line"]
+__all__ = ["finish", "grid", "line"]
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito), and a line style besides.
-COLOURS: Mapping[str, str] = {"sgd": "#000000", "dp-sgd": "#0072B2", "dp-hero": "#009E73", PUBLISHED: "#D55E00"}
 _STYLES: Mapping[str, str] = {"sgd": "--", "dp-sgd": "-", "dp-hero": "-", PUBLISHED: ":"}
 _MARKERS: Mapping[str, str] = {"sgd": "", "dp-sgd": "s", "dp-hero": "o", PUBLISHED: "x"}
 
 
 def grid(rows: int, columns: int, *, width: float = 3.5, height: float = 2.7, **more: Any) -> tuple[Any, Any]:
     """Return a figure that belongs to no window, and its axes as a list of rows."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns + 0.4, height * rows + 1.4), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **more)
-    for each in axes.flat:
-        each.grid(True, alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure_of(width * columns + 0.4, height * rows + 1.4, rows, columns, **more)
 
 
 def line(axes: Any, method: str, x: Sequence[float], y: Sequence[float]) -> None:
@@ -34,7 +27,7 @@ def line(axes: Any, method: str, x: Sequence[float], y: Sequence[float]) -> None
     axes.plot(
         x,
         y,
-        color=COLOURS[method],
+        color=METHOD_COLOURS[method],
         linestyle=_STYLES[method],
         marker=_MARKERS[method],
         markersize=3.5,
@@ -53,11 +46,14 @@ def finish(figure: Any, path: Path, title: str, note: str, columns: int = 2) -> 
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    below = 0.98 - 0.24 / figure.get_figheight()  # a line under the title, however high the figure is
-    parts = [
-        figure.suptitle(f"{title}\n", fontsize=12),
-        figure.text(0.5, below, note, ha="center", va="top", fontsize=8, color="#555555"),
-    ]
+    lines = textwrap.wrap(note, int(14.5 * figure.get_figwidth()))  # letters of this size in a line of the figure
+    above = (0.34 + 0.16 * len(lines)) / figure.get_figheight()
+    engine = figure.get_layout_engine()
+    engine.set(rect=(0, 0, 1, 1 - above))  # the panels begin below title and note
+    parts = [figure.text(0.5, 1 - 0.08 / figure.get_figheight(), title, ha="center", va="top", fontsize=12)]
+    figure.text(
+        0.5, 1 - 0.34 / figure.get_figheight(), "\n".join(lines), ha="center", va="top", fontsize=8, color="#555555"
+    )
     if entries:
         below_all = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
         parts.append(figure.legend(entries.values(), entries.keys(), **below_all))

@@ -25,6 +25,7 @@ from dphero.accounting import Gaussian, Ledger, claimed_by_paper, price
 from dphero.data import Split
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.pictures import FURTHER, METHOD_COLOURS, VERDICT_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import DELTAS, UNSOUND, Size
@@ -76,6 +77,14 @@ def energies(inputs: Tensor, weight: Tensor) -> dict[str, tuple[Tensor, float]]:
     }
 
 
+_COLOURS = (
+    METHOD_COLOURS["dp-sgd"],
+    VERDICT_COLOURS["unsound"],
+    FURTHER[0],
+    METHOD_COLOURS["dp-hero"],
+    FURTHER[1],
+    FURTHER[3],
+)
 _REMARKS: Mapping[str, str] = {
     "isotropic": "DP-SGD; also the recipe on WWᵀ, which is a single number here",
     "recipe on WᵀW": f"{UNSOUND}: all noise along W, none elsewhere",
@@ -159,13 +168,7 @@ def _draw(
 ) -> None:
     figure, axes = drawing.grid(1, 2, width=5.4, height=4.0)
     left, right = axes[0]
-    colours = dict(
-        zip(
-            (row["noise"] for row in rows),
-            ("#0072B2", "#D55E00", "#CC79A7", "#009E73", "#E69F00", "#8C6D31"),
-            strict=True,
-        )
-    )
+    colours = dict(zip((row["noise"] for row in rows), _COLOURS, strict=True))
     labels = {row["noise"]: row["noise"] + (f": {UNSOUND}" if UNSOUND in row["remark"] else "") for row in rows}
     for place, row in enumerate(reversed(rows)):
         value = row["mean change / isotropic"]

@@ -12,6 +12,7 @@ from dphero import models
 from dphero.accounting import AdaptiveGaussian, Ledger, PoissonGaussian, claimed_by_paper, price
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
+from dphero.experiments.pictures import FURTHER, METHOD_COLOURS, VERDICT_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import (
@@ -36,7 +37,14 @@ _RULES: Mapping[str, tuple[float, float]] = {  # exponent and floor
     f"the text, ∝ its inverse: {UNSOUND}": (-1.0, 0.0),
     "dphero's default (sound by its clipping)": (0.25, 0.1),
 }
-_COLOURS = ("#D55E00", "#CC79A7", "#E69F00", "#009E73")
+_COLOURS = (VERDICT_COLOURS["unsound"], FURTHER[0], FURTHER[1], METHOD_COLOURS["dp-hero"])
+_PRICE_COLOURS = (
+    METHOD_COLOURS["sgd"],
+    METHOD_COLOURS["dp-sgd"],
+    VERDICT_COLOURS["unsound"],
+    FURTHER[3],
+    FURTHER[0],
+)
 _STYLES = (":", ":", ":", "-")
 _ITERATIONS: Mapping[Size, int] = {"tiny": 4, "quick": 150, "full": 3_000}
 _LOT, _SIGMA = 200, 1.0
@@ -178,7 +186,7 @@ def _draw(
         for rule, colour, style in zip(_RULES, _COLOURS, _STYLES, strict=True):
             values = scales[model, state, layer, rule].clamp_min(1e-13)
             panel.plot(range(1, len(values) + 1), values, color=colour, linestyle=style, label=rule)
-        panel.axhline(1, color="#0072B2", linewidth=1, label="isotropic (DP-SGD)")
+        panel.axhline(1, color=METHOD_COLOURS["dp-sgd"], linewidth=1, label="isotropic (DP-SGD)")
         panel.set_yscale("log")
         panel.set_title(f"{model}, layer {layer},\n{state}", fontsize=8)
         panel.set_xlabel("principal direction, most noise first")
@@ -194,7 +202,13 @@ def _draw(
                 [line["epsilon"] for line in mine],
                 marker="o",
                 markersize=3,
-                color=("#000000", "#0072B2", "#D55E00", "#8C6D31", "#CC79A7")[number % 5],
+                color=(
+                    METHOD_COLOURS["sgd"],
+                    METHOD_COLOURS["dp-sgd"],
+                    VERDICT_COLOURS["unsound"],
+                    FURTHER[3],
+                    FURTHER[0],
+                )[number % 5],
                 linestyle=":" if UNSOUND in curve else "-",
                 label=f"price: {curve}",
             )

@@ -14,6 +14,7 @@ from dphero.data import BUILT_INS
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.defaults import resolve
+from dphero.experiments.pictures import FURTHER, GREY, METHOD_COLOURS, VERDICT_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report
 from dphero.experiments.reproduction.settings import PUBLISHED, UNSOUND, Size, noise_for
@@ -223,11 +224,11 @@ def _shown(value: float, form: str) -> str:
 
 
 _SERIES: Mapping[str, tuple[str, str, bool]] = {  # column: colour, marker, filled
-    "printed, system (%)": ("#555555", "s", False),
-    "printed, DP-Hero (%)": ("#CC79A7", "D", False),
-    "ours, system (%)": ("#0072B2", "s", True),
-    "ours, sound DP-Hero (%)": ("#009E73", "o", True),
-    f"published recipe, {UNSOUND} (%)": ("#D55E00", "x", True),
+    "printed, system (%)": (GREY, "s", False),
+    "printed, DP-Hero (%)": (FURTHER[0], "D", False),
+    "ours, system (%)": (METHOD_COLOURS["dp-sgd"], "s", True),
+    "ours, sound DP-Hero (%)": (METHOD_COLOURS["dp-hero"], "o", True),
+    f"published recipe, {UNSOUND} (%)": (VERDICT_COLOURS["unsound"], "x", True),
 }
 
 

@@ -9,17 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
+from dphero.experiments.pictures import VERDICT_COLOURS
 
 __all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_label", "safe", "styles"]
-
-VERDICT_COLOURS = {
-    "sound": "#2f8f6b",
-    "unproven": "#b98317",
-    "unsound": "#d1541f",
-    "refuted": "#b3206e",
-    "open": "#7b8494",
-}
-"""One colour for one verdict, on the page and in all its figures; readable on white and on black."""
 
 # Sound methods: colours that colour-blind readers can tell apart, none of them a verdict's; and a shape besides.
 _COLOURS = ("#2e7cc7", "#8b5fc7", "#1fa3b5", "#c2628f", "#8a7f2c", "#5d6fe0", "#9a6b4a", "#4aa3e0")
