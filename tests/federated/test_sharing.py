@@ -17,6 +17,8 @@ from dphero.federated.requests import Request
 from dphero.federated.server.app import Server
 from dphero.federated.settings import Federation
 from dphero.federated.sharing import distillation as sharing
+from dphero.federated.sharing.distiller import Distiller
+from dphero.federated.sharing.private_training import rows_of, train
 from dphero.federated.simulation import simulated_clients
 from tests.federated.local_grid import LocalGrid
 from tests.federated.small import SETTINGS
@@ -133,3 +135,20 @@ def test_a_gift_that_is_none_is_left_out(digits, tmp_path):
     assert len(torch.load(tmp_path / "run" / "shared.pt", weights_only=True)["images"]) == sharing._SLOTS
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(len(line["averaged"]) == 2 for line in lines)
+
+
+def test_joint_training_leaves_small_parts_that_carry_the_label(digits):
+    """FedFed's two aims: x_p is shorter than the image, and a classifier knows the class from it."""
+    torch.manual_seed(0)
+    rows = rows_of(digits.train, 10)
+    model = Distiller(64, 10)
+    train(model, rows, records=len(rows), lot=64, noise_multiplier=None, seed=None)
+    sensitive = model.sensitive(rows)
+    assert sensitive.norm() < 0.8 * digits.train.images.norm()
+    with torch.no_grad():
+        right = (model.classify(sensitive).argmax(1) == digits.train.labels).float().mean()
+    assert right > 0.8
+    made = list(model.classify.parameters()) + list(model.encode.parameters())
+    model.zero_grad()
+    model.loss(rows[:32]).backward()
+    assert all(each.grad.abs().sum() > 0 for each in made), "one loss for q and f"
