@@ -12,15 +12,18 @@ of the lot and of the batch: a resumed run draws what the unbroken one would hav
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.random import mtrand
+from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dphero.numerics.generators import torch_generators
@@ -44,7 +47,7 @@ class SecretGenerators:
     """Swaps what the process's random generators draw, and puts back what they would have drawn.
 
     Not reached: generators that a data set or a loop makes for itself from a known seed, and code that seeds a global
-    generator right before it draws from it.
+    generator and draws from it in one breath.
 
     Attributes:
         own: Generators that belong to the model.
@@ -56,7 +59,7 @@ class SecretGenerators:
         self._source = b""
         self._seed = 0
         self._calls = 0
-        self._numpy = np.random.MT19937(0)
+        self._numpy = _Twister()
 
     def begin(self, source: bytes) -> None:
         """Let all generators draw from a secret, until :meth:`end`."""
@@ -98,10 +101,9 @@ class SecretGenerators:
     def _swap(self, source: bytes) -> None:
         generators = self._generators()
         self._restore = _remember(generators)
-        if mtrand.get_bit_generator() is self._numpy:  # it was seeded by somebody else, and is his now
-            self._numpy = np.random.MT19937(0)
-        mtrand.set_bit_generator(self._numpy)  # to copy the state of the one that is there takes longer
-        self._seed = _start(source, generators)
+        if mtrand.get_bit_generator() is self._numpy.bit_generator:  # it was seeded by somebody else, and is his now
+            self._numpy = _Twister()
+        self._seed = _start(source, generators, self._numpy)
 
 
 class SeededWorker:
@@ -127,24 +129,55 @@ class SeededWorker:
         _start(sources[1], [torch.default_generator])
 
 
-def _start(source: bytes, generators: list[torch.Generator]) -> int:
+def _start(source: bytes, generators: list[torch.Generator], numpy_generator: _Twister | None = None) -> int:
     """Let generators start from a secret, torch's all with one number for a seed; return that number.
 
-    On the CPU torch uses 32 bits of a seed, which can be tried out one after another. So the whole state is set there.
+    On the CPU torch uses 32 bits of a seed, which can be tried out one after another. So the whole state is set there,
+    and that of numpy's generator, which is the quickest way.
     """
-    stream = hashlib.shake_128(source).digest(4 * _WORDS + 8 + 16 + 16)
+    stream = hashlib.shake_128(source).digest(8 * _WORDS + 8 + 16 + 16)
     words = np.frombuffer(stream, dtype=np.uint32, count=_WORDS)
-    rest = stream[4 * _WORDS :]
+    rest = stream[4 * _WORDS : 4 * _WORDS + 40]
     seed = int.from_bytes(rest[:8]) >> 1
     for generator in generators:
-        generator.manual_seed(seed)
         if generator.device.type == "cpu":
-            state = generator.get_state()
-            state.numpy().view(np.int64)[_FIRST_WORD : _FIRST_WORD + _WORDS] = words
+            state = _seeded_state().clone()
+            values = state.numpy().view(np.int64)
+            values[0], values[_FIRST_WORD : _FIRST_WORD + _WORDS] = seed, words
             generator.set_state(state)
-    np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
+        else:
+            generator.manual_seed(seed)
+    if numpy_generator is None:
+        np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
+    else:
+        numpy_generator.start(np.frombuffer(stream, dtype=np.uint32, count=_WORDS, offset=4 * _WORDS + 40))
     random.seed(rest[24:])
     return seed
+
+
+@cache
+def _seeded_state() -> torch.Tensor:
+    """Return the state of a torch generator of the CPU that was seeded and has drawn nothing; its seed comes first."""
+    return torch.Generator().manual_seed(0).get_state()
+
+
+class _Twister:
+    """A Mersenne twister of numpy's whose whole state can be set at once.
+
+    Attributes:
+        bit_generator: What numpy draws from.
+    """
+
+    def __init__(self) -> None:
+        self.bit_generator = np.random.MT19937(0)
+        address = self.bit_generator.ctypes.state_address  # 624 words, and how many of them are used up
+        self._state = np.ctypeslib.as_array((ctypes.c_uint32 * (_WORDS + 1)).from_address(address))
+
+    def start(self, words: NDArray[np.uint32]) -> None:
+        """Start from these words."""
+        self._state[:_WORDS] = words
+        self._state[_WORDS] = _WORDS
+        mtrand.set_bit_generator(self.bit_generator)  # which also forgets half a pair of normals
 
 
 def _remember(generators: list[torch.Generator]) -> Callable[[], None]:
