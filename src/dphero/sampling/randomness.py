@@ -47,7 +47,7 @@ class SecretGenerators:
     """Swaps what the process's random generators draw, and puts back what they would have drawn.
 
     Not reached: generators that a data set or a loop makes for itself from a known seed, and code that seeds a global
-    generator and draws from it in one breath.
+    generator right before it draws from it.
 
     Attributes:
         own: Generators that belong to the model.
