@@ -8,10 +8,11 @@ LOWEST := .venv-lowest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-models test-lowest fuzz bench lint format clean
+.PHONY: help setup browser demo test test-slow test-models test-lowest fuzz bench lint format clean
 
 help:
 	@echo "make setup        create .venv with everything (once, a few minutes)"
+	@echo "make browser      install Debian's chromium, if allowed to: reports are tested in it (part of make setup)"
 	@echo "make demo         train a small private model and print what it cost"
 	@echo "make test         lint, format check, types, fast tests"
 	@echo "make test-slow    the slow tests and those that need real data sets"
@@ -31,7 +32,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all]'
 	@touch $@
+	-@$(MAKE) -s browser
 	@echo "Done."
+
+# Reports are tested in a real browser: Debian's, where it can be had without asking anybody. Else those tests are skipped.
+browser:
+	@command -v chromium chromium-browser google-chrome > /dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get > /dev/null && echo "Installing chromium ..." && \
+		{ timeout 300 apt-get install -y -qq chromium || \
+		{ timeout 120 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } \
+		> $(VENV)/chromium.log 2>&1 < /dev/null; } || \
+		echo "There is no chromium, so reports are not tested in a browser (apt-get install chromium)."
 
 demo: setup
 	@$(BIN)/dphero demo

@@ -1,7 +1,9 @@
 """The page: what it tells, what it keeps back, and what it does with damage."""
 
+import http.client
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ from typer.testing import CliRunner
 
 from dphero.accounting import Ledger, trade_off
 from dphero.cli import app
-from dphero.report import build, read
+from dphero.report import build, figures, read
 
 pytest.importorskip("plotly")
+pytestmark = pytest.mark.timeout(300)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CIFAR = RESULTS / "cifar10-runs" / "feature-dp-epsilon-3-seed-0"
@@ -23,7 +26,7 @@ def run(*arguments):
 
 def exact(text):
     """The exact numbers behind those that are shown."""
-    return [float(each) for each in re.findall(r'data-value="([^"]+)"', text)]
+    return {float(each) for each in re.findall(r'data-value="([^"]+)"', text)}
 
 
 def test_numbers_on_the_page_are_those_of_the_files(tmp_path):
@@ -37,10 +40,143 @@ def test_numbers_on_the_page_are_those_of_the_files(tmp_path):
     text = page.read_text()
     result = json.loads((CIFAR / "result.json").read_text())
     gained = trade_off(Ledger.from_json((CIFAR / "ledger.json").read_text())).true_positive_rate(0.01)
-    assert {result["epsilon"], result["accuracy"], gained} <= set(exact(text))
-    assert "ε = " in text and "69.11 %" in text and "NVIDIA H200" in text
-    assert (CIFAR / "statement.txt").read_text().splitlines()[1] in text
+    assert {result["epsilon"], result["accuracy"], gained} <= exact(text)
+    assert "69.11 %" in text and "NVIDIA H200" in text and "Gaussian noise on Poisson lots, 360 releases" in text
     metrics = [json.loads(line) for line in (CIFAR / "metrics.jsonl").read_text().splitlines()]
-    figures = build(read([CIFAR])).figures
-    assert figures["budget"]["data"][0]["y"] == [line["epsilon"] for line in metrics]
-    assert figures["accuracy"]["data"][0]["y"] == [line["accuracy"] for line in metrics]
+    drawn = build(read([CIFAR])).figures
+    assert drawn["budget"]["data"][0]["y"] == [line["epsilon"] for line in metrics]
+    assert drawn["accuracy"]["data"][0]["y"] == [line["accuracy"] for line in metrics]
+
+
+def test_a_table_whose_runs_are_gone_and_runs_from_a_gpu(tmp_path):
+    material = read([RESULTS / "mnist-methods", RESULTS / "cifar10-runs"])
+    rows = json.loads((RESULTS / "mnist-methods" / "table.json").read_text())["rows"]
+    assert not material.problems
+    assert len(material.rows) == len(rows) + 2
+    page = build(material)
+    assert {row["accuracy"] for row in rows} <= exact(page.main)
+    published = [row for row in rows if row["method"] == "dp-hero-published"]
+    assert page.main.count("unsound as published") >= 2 * len(published) > 0
+    assert {row["claimed_epsilon"] for row in published} <= set(page.figures["claims"]["data"][0]["x"])
+
+
+def test_private_things_are_kept_back(log):
+    place = log("run", seed=987654321)
+    text = build(read([place])).html()
+    metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    assert "987654321" not in text
+    assert not any(repr(line[name])[:10] in text for line in metrics for name in ("loss", "signal_to_noise"))
+    shown = build(read([place]), private_diagnostics=True)
+    assert shown.figures["diagnostics"]["data"][0]["y"] == [line["loss"] for line in metrics]
+    assert "No ε covers them" in shown.main
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_shown(log, tmp_path):
+    good = log("good")
+    log("cut-recipe", {"recipe.toml": 'data = "cif'})
+    log("cut-result", {"result.json": '{"accuracy": 0.6'})
+    log("no-epsilon", {"result.json": '{"accuracy": 0.6}'})
+    log("odd-ledger", {"ledger.json": '{"version": 1, "events": [{"kind": "unheard"}]}'})
+    log("odd-metrics", {"metrics.jsonl": '{"step": 1}\n'})
+    log("unknown-method", method="magic")
+    audited = log("audited")
+    (audited / "audit").mkdir()
+    (audited / "audit" / "audit.json").write_text("{")
+    explained = log("explained")
+    (explained / "explain").mkdir()
+    (explained / "explain" / "explain.json").write_text('{"pictures": [{"file": "../x.png"}]}')
+    found = run(tmp_path, "-o", tmp_path / "page.html", "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert told["runs"] == ["audited", "explained", "good"]
+    assert len(told["skipped"]) == 8
+    text = (tmp_path / "page.html").read_text()
+    for each in told["skipped"]:
+        assert each["place"] in found.stderr and each["place"] in text
+    assert json.loads((good / "result.json").read_text())["epsilon"] in exact(text)
+
+
+def test_a_run_that_has_just_begun(log):
+    place = log("begun", {name: None for name in ("result.json", "metrics.jsonl", "ledger.json", "statement.txt")})
+    page = build(read([place]))
+    assert "begun" in page.main and "No statement yet" in page.main and "gain" not in page.figures
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        ([str(Path(__file__))], "is no directory"),
+        (["--serve", "-o", "x.html", "."], "leave out --out"),
+        (["--port", "1", "."], "--port belongs to --serve"),
+        (["-o", ".", str(CIFAR)], "is a directory"),
+    ],
+)
+def test_bad_arguments(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert message in found.stderr
+
+
+def test_heat_maps_are_embedded(log):
+    place = log("run")
+    (place / "explain").mkdir()
+    png = b"\x89PNG\r\n\x1a\nnot much of a picture"
+    (place / "explain" / "heatmaps.png").write_bytes(png)
+    numbers = {
+        "stamp": "PRIVATE training images",
+        "pictures": [{"file": "heatmaps.png", "title": "Heat <maps>"}],
+        "verdicts": [{"group": "dp-hero", "score": "spearman", "verdict": "within the spread of seeds"}],
+    }
+    (place / "explain" / "explain.json").write_text(json.dumps(numbers))
+    text = build(read([place])).main
+    assert "data:image/png;base64,iVBORw0KGgpub3QgbXVjaCBvZiBhIHBpY3R1cmU=" in text
+    assert "Heat &lt;maps&gt;" in text and "within the spread of seeds" in text and "PRIVATE training images" in text
+
+
+def test_figures_for_notebooks(comparison):
+    material = read([comparison])
+    for draw in (figures.gain, figures.budget, figures.accuracy, figures.diagnostics, figures.frontier, figures.seeds):
+        assert draw(material).data, draw
+    assert figures.claims(material).layout.annotations[0].text == " true ε = ∞ →"
+    federated = read([Path(__file__).parent / "federated-run"]).runs[0]
+    assert figures.partition(federated).data[0].type == "heatmap"
+    assert figures.clients(federated).data[0].type == "bar"
+    assert "proven bound" in federated._repr_html_()
+    with pytest.raises(ValueError, match="no simulated federated run"):
+        figures.partition(material.runs[0])
+
+
+def test_the_server_answers_its_own_page_alone(log):
+    from dphero.report.serve import LiveServer
+
+    with LiveServer([log("run")]) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        port = server.server_address[1]
+
+        def status(path, host):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", path, headers={"Host": host})
+            return connection.getresponse().status
+
+        try:
+            assert server.server_address[0] == "127.0.0.1"
+            assert status(f"/{server.word}/", f"localhost:{port}") == 200
+            assert status(f"/{server.word}/update?known={server.latest()[0]}", f"127.0.0.1:{port}") == 204
+            assert status("/", f"127.0.0.1:{port}") == 404
+            assert status(f"/{server.word}/", "evil.example") == 403
+        finally:
+            server.shutdown()
+
+
+def test_ctrl_c_ends_it(log, monkeypatch):
+    from dphero.report.serve import LiveServer
+
+    def interrupted(self, poll_interval):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LiveServer, "serve_forever", interrupted)
+    found = run(log("run"), "--serve")
+    assert found.exit_code == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/\n", found.stdout)

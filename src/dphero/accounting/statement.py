@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -112,6 +113,15 @@ class Statement:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """The statement in a notebook; one that is unsound stands out."""
+        head, *lines = self.text.splitlines()
+        colour = "#a53a0d" if self.label else "inherit"
+        return (
+            f'<div><strong style="color:{colour}">{html.escape(head)}</strong>'
+            f'<pre style="white-space:pre-wrap">{html.escape(chr(10).join(lines))}</pre></div>'
+        )
 
 
 def statement(

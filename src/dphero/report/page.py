@@ -18,6 +18,7 @@ from dphero._files import read_bytes, write_atomically
 from dphero.report import sections
 from dphero.report.figures import federated, outcomes, over_time
 from dphero.report.figures.drawing import Drawing
+from dphero.report.heatmaps import heat_maps
 from dphero.report.markup import Html, join, script_json, tag
 from dphero.report.read import Material
 from dphero.report.summary import summary
@@ -97,8 +98,9 @@ def build(material: Material, *, private_diagnostics: bool = False) -> Report:
         page.add("accuracy", "Accuracy", *map(page.draw, drawings))
         page.add("claims", "Claims on trial", _claims(material, page))
         page.add("federation", "Who holds what", *_federated(material, page))
-        if private_diagnostics:
-            page.add("diagnostics", "Private diagnostics", _diagnostics(material, page))
+    page.add("heat-maps", "Heat maps", heat_maps(material.explained))
+    if private_diagnostics:
+        page.add("diagnostics", "Private diagnostics", _diagnostics(material, page))
     if material.runs:
         page.add("recipe", "Recipe", sections.recipe(material))
         page.add("environment", "Environment", sections.environment(material))
@@ -195,7 +197,7 @@ def _title(material: Material) -> str:
     methods = list(dict.fromkeys(row.method for row in material.rows))
     data = ", ".join(dict.fromkeys(Path(row.data).name or row.data for row in material.rows))
     if not methods:
-        return "Nothing could be read"
+        return "Heat maps" if material.explained else "Nothing could be read"
     what = (
         methods[0] if len(methods) == 1 else " and ".join(methods) if len(methods) == 2 else f"{len(methods)} methods"
     )

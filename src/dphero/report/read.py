@@ -20,6 +20,7 @@ from dphero.experiments.runs.files import parse_json, read_json
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
+from dphero.report.heatmaps import Explained, read_explained
 
 __all__ = ["Material", "Partition", "Problem", "Run", "read"]
 
@@ -67,7 +68,6 @@ class Run:
         federation: The federation's settings, of a federated run.
         partition: Who holds what, of a simulated one.
         audit: What an audit found, if there was one.
-        explained: The folder of heat maps, if there is one.
         target: The ε at which a comparison sets it, where its recipe cannot ask for one.
         setting: What was varied, beyond method, ε and seed.
         error: Why it failed, if a comparison says so.
@@ -84,7 +84,6 @@ class Run:
     federation: Mapping[str, Any] | None = None
     partition: Partition | None = None
     audit: Mapping[str, Any] | None = None
-    explained: Path | None = None
     target: float | None = None
     setting: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -111,12 +110,14 @@ class Material:
         runs: The runs that could be read.
         rows: One for all seeds of a setting.
         problems: What could not be read.
+        explained: Heat maps.
     """
 
     sources: tuple[Path, ...]
     runs: tuple[Run, ...]
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
+    explained: tuple[Explained, ...] = ()
 
     def runs_of(self, row: Row) -> list[Run]:
         """The runs that a row sums up; those of an old table are gone."""
@@ -140,8 +141,8 @@ def read(paths: Iterable[str | PathLike[str]]) -> Material:
             raise ValueError(f"{source} {what}: name the directory of a run, a comparison or a federated run")
         reader.add(source)
     runs = _named_apart(_set_apart(reader.alone) + reader.compared)
-    rows = [*tabulate([run.outcome for run in runs]), *reader.old_rows]
-    return Material(sources, tuple(runs), tuple(rows), tuple(reader.problems))
+    rows = _with_data([*tabulate([run.outcome for run in runs]), *reader.old_rows])
+    return Material(sources, tuple(runs), tuple(rows), tuple(reader.problems), tuple(reader.explained))
 
 
 class _Reader:
@@ -152,8 +153,14 @@ class _Reader:
         self.compared: list[Run] = []
         self.old_rows: list[Row] = []
         self.problems: list[Problem] = []
+        self.explained: list[Explained] = []
 
     def add(self, source: Path) -> None:
+        for place in (source, source / "explain"):
+            if os.path.lexists(place / "explain.json"):
+                self._explained(place)
+        if os.path.lexists(source / "explain.json"):
+            return
         if os.path.lexists(source / "plan.json"):
             self._comparison(source)
         elif _looks_like_run(source):
@@ -218,8 +225,16 @@ class _Reader:
                 partition = _partition(path / "partition.csv")
             except (ValueError, OSError) as error:
                 self.problems.append(Problem(str(path / "partition.csv"), _short(error, path)))
-        explained = path / "explain" if (path / "explain" / "explain.json").is_file() else None
-        to.append(replace(run, audit=audit, partition=partition, explained=explained, **about))
+        to.append(replace(run, audit=audit, partition=partition, **about))
+
+    def _explained(self, place: Path) -> None:
+        try:
+            found = read_explained(place)
+        except (ValueError, OSError) as error:
+            self.problems.append(Problem(str(place / "explain.json"), _short(error, place)))
+            return
+        self.explained.append(found)
+        self.problems += [Problem(name, what) for name, what in found.problems]
 
     def _optional(self, path: Path) -> dict[str, Any] | None:
         """Read a file of JSON that a run can do without."""
@@ -288,6 +303,13 @@ def _set_apart(runs: Sequence[Run]) -> list[Run]:
         replace(run, setting={name: values[name] for name in differing if values.get(name) is not None})
         for run, values in zip(runs, flat, strict=True)
     ]
+
+
+def _with_data(rows: Sequence[Row]) -> list[Row]:
+    """Let rows name their data set where there are several: accuracies on different ones are not to be compared."""
+    if len({row.data for row in rows}) < 2:
+        return list(rows)
+    return [replace(row, setting={"data": Path(row.data).name or row.data, **row.setting}) for row in rows]
 
 
 def _federated(run: Run) -> str | None:

@@ -46,6 +46,7 @@ def figure(drawing: Drawing) -> Html:
         tag("div", *switches, class_="controls") if switches else None,
         tag("div", class_="legend", role="group", aria_label="Show or hide lines", data_legend=drawing.name),
         canvas,
+        tag("p", drawing.note, class_="sub") if drawing.note else None,
         tag("details", tag("summary", "The numbers"), numbers, id=f"numbers-{drawing.name}"),
     )
 
@@ -65,23 +66,40 @@ def problems(found: Sequence[Problem]) -> Html | None:
 
 
 def promises(material: Material) -> Html:
-    """Return what is promised, in plain words, with the whole statement of each setting to unfold."""
+    """Return the whole statement of each setting; of several, each to unfold."""
     parts = []
     for number, row in enumerate(material.rows):
         runs = material.runs_of(row)
         text = next((run.statement for run in runs if run.statement), "")
-        whole = (
-            tag("pre", text) if text else tag("p", "There is no statement yet: it is written when a run is finished.")
-        )
-        inside = join(tag("p", explain_epsilon(row)), whole)
+        whole = statement(text) if text else tag("p", "No statement yet: it is written when a run is finished.")
         if len(material.rows) == 1:
-            opened = tag("details", tag("summary", "The whole statement"), whole, id="statement-0")
-            parts.append(join(tag("p", explain_epsilon(row)), opened))
+            return whole
+        head = tag("summary", line_label(row), " ", badge(verdict(row, runs)))
+        parts.append(tag("details", head, tag("p", explain_epsilon(row)), whole, id=f"statement-{number}"))
+    statements = join(*parts)
+    if len(parts) > _MANY:
+        statements = tag("details", tag("summary", f"All {len(parts)} statements"), statements, id="all-statements")
+    return join(statements, tag("ul", *(tag("li", note) for note in notes(material.rows))))
+
+
+def statement(text: str) -> Html:
+    """Return a privacy statement as a list of terms; lines that begin with a dash belong to the term above."""
+    terms: list[tuple[str, list[str]]] = []
+    for line in text.strip().splitlines():
+        name, colon, rest = line.partition(":")
+        if line.startswith("  - ") and terms:
+            terms[-1][1].append(line.removeprefix("  - "))
+        elif colon:
+            terms.append((name, [rest.strip()] if rest.strip() else []))
         else:
-            head = tag("summary", line_label(row), " ", badge(verdict(row, runs)))
-            parts.append(tag("details", head, inside, id=f"statement-{number}"))
-    told = [tag("li", note) for note in notes(material.rows)]
-    return join(*parts, tag("ul", *told) if len(material.rows) > 1 else None)
+            terms.append((line, []))
+    found = []
+    if terms and terms[0] == ("Privacy statement", []):  # any other heading says that something is unsound
+        terms = terms[1:]
+    for name, said in terms:
+        inside = tag("ul", *(tag("li", each) for each in said)) if len(said) > 1 else join(*said)
+        found.append(tag("div", tag("dt", name), tag("dd", inside) if said else None))
+    return tag("dl", *found, class_="statement")
 
 
 def gains() -> Html:

@@ -63,9 +63,8 @@ def _tile(what: str, shown: str, note: str, more: Html | None = None) -> Html:
         "li",
         tag("span", what, class_="what"),
         tag("span", shown, class_="value"),
-        more,
-        " " if more is not None else None,
         tag("span", note, class_="note"),
+        tag("div", more) if more is not None else None,
         class_="tile",
     )
 
@@ -99,18 +98,24 @@ def outcomes(material: Material) -> Html:
         gain = worst_gain(runs)
         lines.append(
             [
-                line_label(row),
-                badge(verdict(row, runs)),
+                join(_name(row), tag("div", badge(verdict(row, runs)))),
                 value(epsilon(spent), spent),
-                _found(gain, RATES[0]),
-                _found(gain, RATES[1]),
                 value(accuracy(row.accuracy, row.spread), row.accuracy),
+                _found(gain, RATES[1]),
+                _found(gain, RATES[0]),
                 _seeds(row),
             ]
         )
-    headings = ("setting", "verdict", "true ε", "found at 0.1 %", "found at 1 %", "accuracy", "runs")
-    caption = "“found at 1 %”: the most members that any attacker finds who accuses 1 % of outsiders wrongly"
-    return table(headings, lines, caption=caption, numbers=(2, 3, 4, 5))
+    headings = ("setting", "true ε", "accuracy", "found at 1 %", "found at 0.1 %", "runs")
+    meaning = "“Found at 1 %”: the most members that any attacker finds who accuses 1 % of outsiders wrongly."
+    shown = table(headings, lines, caption="What each setting costs, reaches and gives away", numbers=(1, 2, 3, 4))
+    return join(shown, tag("p", meaning, class_="sub"))
+
+
+def _name(row: Row) -> str:
+    """What a row is called beside its verdict."""
+    asked = "" if row.asked_epsilon is None or row.protects == "nothing" else f", ε = {row.asked_epsilon:g} asked"
+    return f"{row.label}{asked}"
 
 
 def _found(gain: Gain, rate: float) -> Html:
@@ -144,7 +149,7 @@ def _seeds(row: Row) -> str:
 
 
 def _state(row: Row, runs: Sequence[Run]) -> str:
-    if row.failed:
+    if row.failed and not row.unfinished:
         return "failed"
     if not row.unfinished:
         return "finished"

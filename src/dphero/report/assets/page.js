@@ -71,7 +71,7 @@
       const colour = trace.line?.color ?? trace.marker?.color;
       swatch.className = "swatch";
       swatch.style.background = typeof colour === "string" ? colour : variable("--soft");
-      plain.innerHTML = figures[name].data.filter((each) => each.legendgroup === group).length > 1 ? group : trace.name;
+      plain.innerHTML = group;
       button.type = "button";
       button.dataset.group = group;
       button.setAttribute("aria-pressed", String(!hidden.has(group)));

@@ -30,6 +30,7 @@ class Drawing:
         headings: Of the table of its numbers.
         lines: That table.
         height: In pixels.
+        note: What is not drawn, or lies behind something else.
         controls: What its reader may switch, by names that the page's script knows.
     """
 
@@ -40,6 +41,7 @@ class Drawing:
     headings: Sequence[str]
     lines: Sequence[Sequence[str]]
     height: int = 380
+    note: str = ""
     controls: Sequence[str] = field(default_factory=tuple)
 
 
@@ -52,13 +54,13 @@ class Style:
     symbol: str
     dash: str
 
-    def trace(self, row: Row, shown: set[str]) -> dict[str, Any]:
-        """Return the beginnings of a line for a row; the first of each method is the one in the legend."""
+    def trace(self, shown: set[str]) -> dict[str, Any]:
+        """Return the beginnings of a line; the first of each method is the one in the legend."""
         first = self.group not in shown
         shown.add(self.group)
         return {
             "type": "scatter",
-            "name": safe(self.group + (f": {row.remark}" if row.remark else "")),
+            "name": safe(self.group),
             "legendgroup": safe(self.group),
             "showlegend": first,
             "line": {"color": self.colour, "dash": self.dash, "width": 2},
@@ -74,12 +76,13 @@ def styles(rows: Sequence[Row]) -> dict[str, Style]:
             continue
         number = len(found)
         symbol = _SYMBOLS[number % len(_SYMBOLS)]
+        name = row.method + (f" ({row.remark})" if row.remark else "")
         if not row.sound:
-            found[row.method] = Style(row.method, VERDICT_COLOURS["unsound"], symbol, "dot")
+            found[row.method] = Style(name, VERDICT_COLOURS["unsound"], symbol, "dot")
         elif row.protects == "nothing":
-            found[row.method] = Style(row.method, VERDICT_COLOURS["open"], symbol, "dash")
+            found[row.method] = Style(name, VERDICT_COLOURS["open"], symbol, "dash")
         else:
-            found[row.method] = Style(row.method, _COLOURS[number % len(_COLOURS)], symbol, "solid")
+            found[row.method] = Style(name, _COLOURS[number % len(_COLOURS)], symbol, "solid")
     return found
 
 

@@ -75,6 +75,16 @@ def _asked(row: Row) -> float | None:
     return row.asked_epsilon if row.asked_epsilon is not None else _finite(row.epsilon)
 
 
+def _boundless(claim: Claim) -> bool:
+    return claim["true"] is not None and math.isinf(claim["true"])
+
+
+def _beyond(label: str, claim: Claim) -> dict[str, Any]:
+    """What no axis is long enough for."""
+    place = {"x": 1, "xref": "paper", "xanchor": "left", "y": label, "showarrow": False}
+    return {**place, "text": " true ε = ∞ →", "font": {"color": VERDICT_COLOURS[claim["verdict"]]}}
+
+
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
@@ -156,7 +166,7 @@ def seeds(material: Material) -> Drawing | None:
         values = [run.result["accuracy"] for run in finished if run.result is not None]
         label = safe(line_label(row))
         data.append(
-            style[row.method].trace(row, shown)
+            style[row.method].trace(shown)
             | {
                 "x": values,
                 "y": [label] * len(values),
@@ -273,7 +283,10 @@ def claims(material: Material) -> Drawing | None:
                 }
             )
     drawn = layout("ε (logarithmic)", "")
-    drawn["xaxis"] |= {"type": "log", "tickformat": ".3~g"}
+    ticks = [step * 10.0**power for power in range(-4, 13) for step in (1, 3)]
+    drawn["xaxis"] |= {"type": "log", "tickformat": ".3~g", "tickvals": ticks}
+    drawn["annotations"] = [_beyond(label, each) for label, each in zip(labels, found, strict=True) if _boundless(each)]
+    drawn["margin"] |= {"r": 100 if drawn["annotations"] else 16}
     drawn["yaxis"] |= {"autorange": "reversed", "type": "category", "title": {"text": ""}}
     lines = [
         [each["what"], *(shown_epsilon(each[name]) for name in ("claimed", "true", "audited")), each["verdict"]]

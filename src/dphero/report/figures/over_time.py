@@ -17,7 +17,7 @@ from dphero.report.words import percent
 
 __all__ = ["accuracy", "budget", "diagnostics", "gain"]
 
-_MOST_BANDS = 12
+_MOST_BANDS = 6
 _LARGE = 50.0  # an ε above this would hide all others on an even axis
 _CURVE_POINTS = 80
 
@@ -35,7 +35,7 @@ def gain(material: Material) -> Drawing | None:
         places = [k for k, rate in enumerate(curve.false_positive_rates) if rate >= 1e-4]
         places = places[:: max(1, len(places) // _CURVE_POINTS)] + places[-1:]
         data.append(
-            style[row.method].trace(row, shown)
+            style[row.method].trace(shown)
             | {
                 "x": [round(float(curve.false_positive_rates[k]), 7) for k in places],
                 "y": [round(float(curve.true_positive_rates[k]), 7) for k in places],
@@ -63,6 +63,7 @@ def gain(material: Material) -> Drawing | None:
         {"data": data, "layout": drawn},
         ("setting", "ε", "found at 0.1 % false positives", "found at 1 % false positives"),
         lines,
+        note="Methods with the same noise have the same curve." if len(known) > 1 else "",
     )
 
 
@@ -74,13 +75,18 @@ def _at(rate: float) -> dict[str, Any]:
 def budget(material: Material) -> Drawing | None:
     """The privacy loss spent, over the training."""
     style, data, shown, lines, largest = styles(material.rows), [], set[str](), [], 0.0
+    unbounded: list[str] = []
     for row in material.rows:
+        if row.protects == "nothing":
+            continue
         curve = mean_curve(material.runs_of(row), "epsilon")
-        if not curve or row.protects == "nothing":
+        if not curve:
+            if any(run.metrics for run in material.runs_of(row)):
+                unbounded.append(line_label(row))
             continue
         largest = max(largest, *(mean for _, mean, _ in curve))
         data.append(
-            style[row.method].trace(row, shown)
+            style[row.method].trace(shown)
             | {
                 "x": [x for x, _, _ in curve],
                 "y": [mean for _, mean, _ in curve],
@@ -94,6 +100,7 @@ def budget(material: Material) -> Drawing | None:
     if not data:
         return None
     drawn = layout(_time(material), "ε spent")
+    drawn["xaxis"] |= _rounds(material)
     drawn["yaxis"] |= {"type": "log"} if largest > _LARGE else {"rangemode": "tozero"}
     return Drawing(
         "budget",
@@ -102,6 +109,7 @@ def budget(material: Material) -> Drawing | None:
         {"data": data, "layout": drawn},
         ("setting", "ε half-way", "ε at the end", "ε asked for"),
         lines,
+        note=f"Not drawn, because nothing bounds what they spend: {', '.join(unbounded)}." if unbounded else "",
     )
 
 
@@ -116,7 +124,7 @@ def accuracy(material: Material) -> Drawing | None:
         if row.seeds > 1 and len(material.rows) <= _MOST_BANDS:
             data.append(_band(curve, style[row.method], row))
         data.append(
-            style[row.method].trace(row, shown)
+            style[row.method].trace(shown)
             | {
                 "x": [x for x, _, _ in curve],
                 "y": [mean for _, mean, _ in curve],
@@ -137,6 +145,7 @@ def accuracy(material: Material) -> Drawing | None:
     if not data:
         return None
     drawn = layout(_time(material), "test accuracy")
+    drawn["xaxis"] |= _rounds(material)
     drawn["yaxis"] |= {"tickformat": "~%"}
     return Drawing(
         "accuracy",
@@ -158,7 +167,7 @@ def _band(curve: Sequence[tuple[float, float, float]], style: Style, row: Row) -
         "opacity": 0.15,
         "mode": "none",
         "line": {"width": 0},
-        "legendgroup": style.group,
+        "legendgroup": safe(style.group),
         "name": safe(line_label(row)),
         "showlegend": False,
         "hoverinfo": "skip",
@@ -173,7 +182,7 @@ def diagnostics(material: Material) -> Drawing | None:
         loss, clipped = mean_curve(runs, "loss"), mean_curve(runs, "clipped")
         for curve, axis, dash in ((loss, "y", None), (clipped, "y2", "dash")):
             if curve:
-                trace = style[row.method].trace(row, shown)
+                trace = style[row.method].trace(shown)
                 trace["line"] = dict(trace["line"]) | ({"dash": dash} if dash else {})
                 what = "loss" if axis == "y" else "clipped"
                 data.append(
@@ -225,6 +234,12 @@ def mean_curve(runs: Sequence[Run], name: str) -> list[tuple[float, float, float
 def _when(line: Mapping[str, Any]) -> float:
     epoch = line.get("epoch")
     return float(epoch) if isinstance(epoch, int | float) else float(line["step"])
+
+
+def _rounds(material: Material) -> dict[str, Any]:
+    """Whole numbers on the axis where all runs count in rounds."""
+    most = max((len(run.metrics) for run in material.runs), default=0)
+    return {"dtick": max(1, math.ceil(most / 12))} if _time(material) == "round" else {}
 
 
 def _time(material: Material) -> str:
