@@ -35,6 +35,7 @@ TITLES = {
 """What each picture shows, by its name."""
 
 # The project's colours of the four trainings; others follow (Okabe and Ito: colour-blind readers can tell them apart).
+_ZERO = 1e-8  # of a spectrum with mean 1: below, there is rounding alone
 _MARKERS = {"sgd": "D", "dp-sgd": "s", "dp-hero": "o", "dp-hero-published": "X"}
 
 
@@ -129,6 +130,7 @@ def plot_layers(explanation: Explanation) -> Any:
     Noise along the public gradient is 1 where noise is isotropic; bars reach from the lowest to the highest run.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     facts = explanation.numbers["layers"]
     layers = list(dict.fromkeys(each["layer"] for each in facts))
@@ -142,8 +144,11 @@ def plot_layers(explanation: Explanation) -> Any:
                 last = [each for each in facts if each["run"] == run.name and each["layer"] == layer and part in each]
                 if last and (values := last[-1][part]["values"]):
                     ranks = [place / max(1, len(values) - 1) for place in range(len(values))]
-                    grid[row][column].plot(ranks, [v or math.nan for v in values], **_style(explanation.runs, run))
+                    grid[row][column].plot(
+                        ranks, [v if v > _ZERO else math.nan for v in values], **_style(explanation.runs, run)
+                    )
             grid[row][column].set_yscale("log")
+            grid[row][column].yaxis.set_minor_formatter(NullFormatter())
             _finish_axes(grid[row][column], layer if row == 0 else "", "")
         below = grid[3][column]
         for group in dict.fromkeys(run.group for run in explanation.runs if run.is_private):
@@ -267,11 +272,10 @@ def _label(run: ExplainedRun) -> str:
     if not run.is_private:
         return f"{run.group}\nno privacy"
     epsilon = run.result.get("epsilon")
-    return (
-        f"{run.group.replace(' (UNSOUND)', '')}\n"
-        + ("UNSOUND, true " if not run.sound else "")
-        + f"ε {'∞' if epsilon is None else f'{epsilon:.3g}'}"
-    )
+    shown = "∞" if epsilon is None else f"{epsilon:.3g}" if epsilon < 1000 else f"{epsilon:.1e}"
+    if run.sound:
+        return f"{run.group}\nε {shown}"
+    return f"{run.group.replace(' (UNSOUND)', '')}\nUNSOUND\ntrue ε {shown}"
 
 
 def _spread_over(count: int, shown: int) -> list[int]:
@@ -283,7 +287,7 @@ def _spread_over(count: int, shown: int) -> list[int]:
 def _pictures(rows: int, columns: int, explanation: Explanation) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(1.35 * columns + 0.5, 1.3 * rows + 0.6), layout="constrained")
+    figure = Figure(figsize=(1.35 * columns + 0.5, 1.3 * rows + 0.8), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:
         each.set_xticks([])
