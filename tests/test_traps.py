@@ -25,10 +25,10 @@ from dphero.checks import modules
 from dphero.checks.loss import check as loss_check
 from dphero.engine import assembly, sources
 from dphero.geometry.geometry import identity
-from dphero.gradients import convolution, pieces
+from dphero.gradients import convolution, outer
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.convolution import Convolution, convolution_arguments
-from dphero.gradients.pieces import Explicit
+from dphero.gradients.piece import Explicit
 from dphero.hooks.taps import Taps
 from dphero.mechanism.clipping import Flat
 from dphero.mechanism.lot_sum import LotSum
@@ -135,7 +135,7 @@ def test_a_small_gradient_at_a_huge_input_is_clipped(
     guidance: str, small: float, huge: float, positions: int, monkeypatch: Patch
 ) -> None:
     assert added_by_one(guidance, small, huge, positions) < 4  # A's largest scale is below that
-    for module in (lengths, pieces):
+    for module in (lengths, outer):
         monkeypatch.setattr(module, "LEAST_SQUARE", 0.0)
     if (small, huge) == (1e-21, 3e18):
         assert added_by_one(guidance, small, huge, positions) > 100

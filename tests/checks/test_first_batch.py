@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dphero
 from dphero.checks.first_batch import MixedExamplesError
-from dphero.gradients.pieces import Outer
+from dphero.gradients.outer import Outer
 from tests.oracle.micro_batches import Tapped, check, compare, micro_batches
 from tests.oracle.zoo import GPT, Lambda, Tagger, sequences, tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Scalar
 from dphero.geometry.geometry import Geometry, identity
-from dphero.gradients import pieces as module
+from dphero.gradients import combine as combining
+from dphero.gradients import outer as outers
 from dphero.gradients.batch import GradientBatch
+from dphero.gradients.combine import combine
 from dphero.gradients.convolution import conv_piece, convolution_arguments
-from dphero.gradients.pieces import Bias, Explicit, Outer, Piece, Rows, combine
+from dphero.gradients.outer import Bias, Outer
+from dphero.gradients.piece import Explicit, Piece
+from dphero.gradients.rows import Rows
 from dphero.hooks.tape import Tape
 from dphero.numerics.partial_norms import rank_one_norms
 
@@ -209,19 +214,21 @@ def without_cross_terms(pieces: list[Piece]) -> Piece:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "broken", "fold"),
+    ("module", "attribute", "broken", "fold"),
     [
-        ("combine", without_cross_terms, 1),
-        ("_join", lambda x, fold: x.unflatten(0, (fold, -1)).transpose(0, 1).flatten(1, 2), 2),
-        ("_apply", lambda factor, x: x, 1),
+        (combining, "combine", without_cross_terms, 1),
+        (outers, "join", lambda x, fold: x.unflatten(0, (fold, -1)).transpose(0, 1).flatten(1, 2), 2),
+        (outers, "whitened", lambda factor, x: x, 1),
     ],
 )
-def test_these_tests_can_fail(attribute: str, broken: Callable, fold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_can_fail(
+    module: ModuleType, attribute: str, broken: Callable, fold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, attribute, broken)
     torch.manual_seed(0)
     parts = [piece("outer", 6, 2, 20, 20) for _ in range(2)]
     gradients = (parts[0][1] + parts[1][1]).reshape(-1, fold, 20, 20).sum(1)
-    found = module.combine([part[0] for part in parts]).folded(fold)
+    found = combining.combine([part[0] for part in parts]).folded(fold)
     with pytest.raises(AssertionError):
         agree(found, gradients, geometry(gradients.shape[1:], ("dense", "diagonal", None)))
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import dphero
 from dphero.checks.first_batch import probe
 from dphero.geometry.geometry import identity
-from dphero.gradients.pieces import Explicit
+from dphero.gradients.piece import Explicit
 from dphero.hooks.modules import swapped
 from dphero.hooks.taps import Taps
 from dphero.layers import registry

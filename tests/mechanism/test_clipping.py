@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dphero.geometry.geometry import identity
 from dphero.gradients.batch import GradientBatch
-from dphero.gradients.pieces import Explicit
+from dphero.gradients.piece import Explicit
 from dphero.mechanism.clipping import Adaptive, Clipping, make_clipping, total
 from dphero.mechanism.lot_sum import LotSum
 from tests.trainer import same

@@ -15,7 +15,7 @@ from dphero.accounting import CalibrationError, Ledger, PoissonStudentT, price
 from dphero.accounting.events.student_t import shift_log_moments, student_t_log_moments
 from dphero.accounting.numerics.curves import poisson_gaussian_rdp
 from dphero.gradients.batch import GradientBatch
-from dphero.gradients.pieces import Explicit
+from dphero.gradients.piece import Explicit
 from dphero.mechanism.clipping import total
 from dphero.methods import make
 from dphero.methods.own_mechanism.dp_ged import encode, score, student_t

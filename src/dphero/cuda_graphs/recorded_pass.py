@@ -14,7 +14,7 @@ from torch import Tensor
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.functional.unbatched import plain
 from dphero.gradients.batch import GradientBatch
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 from dphero.hooks.tape import Tape
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten

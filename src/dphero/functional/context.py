@@ -12,7 +12,7 @@ from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import AxisLookup, Key
 from dphero.functional.operation import Operation
 from dphero.gradients.batch import PieceMaker
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 
 __all__ = ["Context", "GradientSink", "OpaqueCall", "Owner"]
 

@@ -21,7 +21,7 @@ from dphero.functional.operation import Operation
 from dphero.functional.rules import PieceRule, piece_rules
 from dphero.functional.unbatched import CannotFollowError, Origin, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
-from dphero.gradients.pieces import Explicit, Piece
+from dphero.gradients.piece import Explicit, Piece
 
 __all__ = ["attached", "follow"]
 

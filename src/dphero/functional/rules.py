@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dphero.gradients.convolution import conv_piece, convolution_arguments
-from dphero.gradients.pieces import Explicit, Outer, Piece, Rows
+from dphero.gradients.outer import Outer
+from dphero.gradients.piece import Explicit, Piece
+from dphero.gradients.rows import Rows
 
 __all__ = ["SIMPLER", "PieceRule", "piece_rules", "register_function"]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from dphero.functional.context import Context, GradientSink, Owner
 from dphero.functional.operation import take_apart
 from dphero.functional.rules import SIMPLER
-from dphero.gradients.pieces import Explicit, Outer, Piece
+from dphero.gradients.outer import Outer
+from dphero.gradients.piece import Explicit, Piece
 
 __all__ = ["CannotFollowError", "LayerOrigin", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
 

@@ -15,7 +15,7 @@ from torch.func import vjp, vmap
 
 from dphero.functional.context import OpaqueCall
 from dphero.functional.operation import take_apart
-from dphero.gradients.pieces import Explicit, Piece
+from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.generators import RandomState
 
 __all__ = ["example_gradients", "gradients_one_by_one", "vmapped"]

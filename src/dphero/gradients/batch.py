@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dphero.geometry.geometry import Geometry
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 
 __all__ = ["GradientBatch", "PieceMaker"]
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dphero.geometry.factors import Factor
 from dphero.geometry.geometry import Geometry
-from dphero.gradients.pieces import Explicit, Piece, gram_rounding, rounding
+from dphero.gradients.piece import Explicit, Piece
+from dphero.gradients.rounding import gram_rounding, rounding
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import matmul_tf32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dphero.geometry.geometry import Geometry
-from dphero.gradients.pieces import Explicit, Piece, by_example
+from dphero.gradients.piece import Explicit, Piece, by_example
 
 __all__ = ["pool"]
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
-from dphero.gradients.pieces import Bias, Explicit, Outer, Piece, combine
+from dphero.gradients.combine import combine
+from dphero.gradients.outer import Bias, Outer
+from dphero.gradients.piece import Explicit, Piece
 from dphero.gradients.pool import pool
 from dphero.numerics.partial_norms import PartialNorm, rank_one_norms
 from dphero.numerics.precision import full_precision

@@ -12,7 +12,7 @@ from dphero.batch_axis.axis import BatchAxis, arrange
 from dphero.functional.dispatch import attached
 from dphero.functional.unbatched import LayerOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.gradients.batch import PieceMaker
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 from dphero.hooks.modules import HookedModule
 
 if TYPE_CHECKING:

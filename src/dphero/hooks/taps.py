@@ -27,7 +27,7 @@ from dphero.functional.operation import Operation
 from dphero.functional.unbatched import ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch, PieceMaker
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 from dphero.hooks.model_tables import ModelTables, written_between
 from dphero.hooks.modules import HookedModule, Slot, eager, find_hooked_modules, replace_forward, swapped
 from dphero.hooks.tape import Tape

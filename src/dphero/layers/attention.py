@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.gradients.pieces import Explicit, Outer, Piece
+from dphero.gradients.outer import Outer
+from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 

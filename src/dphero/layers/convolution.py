@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.gradients.convolution import conv_piece, convolution_arguments
-from dphero.gradients.pieces import Explicit, Piece
+from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.buffers import ReusableBuffer

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.gradients.pieces import Piece, Rows
+from dphero.gradients.piece import Piece
+from dphero.gradients.rows import Rows
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.gradients.pieces import Bias, Outer, Piece
+from dphero.gradients.outer import Bias, Outer
+from dphero.gradients.piece import Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.buffers import RefCountedBuffer

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.gradients.pieces import Explicit, Piece
+from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dphero.gradients.pieces import Piece
+from dphero.gradients.piece import Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.linear import linear_pieces
 from dphero.layers.registry import register

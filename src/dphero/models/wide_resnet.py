@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dphero.geometry.factors import Scalar
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
-from dphero.gradients.pieces import Explicit, Piece
+from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
@@ -103,7 +103,7 @@ class Standardised(Piece):
 
     @property
     def rounding(self) -> float:  # type: ignore[override]
-        """See :class:`~dphero.gradients.pieces.Piece`; known once the norms are."""
+        """See :class:`~dphero.gradients.piece.Piece`; known once the norms are."""
         return self.inner.rounding
 
     def instantiate(self) -> Tensor:
