@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dphero.accounting import Ledger
 from dphero.audit import Settings
-from dphero.geometry.factors import Diagonal
+from dphero.geometry.diagonal import Diagonal
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import PCA, History
 from dphero.mechanism.clipping import Clipping, Flat

@@ -9,8 +9,10 @@ from torch import nn
 from dphero.audit.canary import Aim, Port, has_bias, plant, unreached, weakest
 from dphero.audit.engine_release import EngineRelease
 from dphero.audit.settings import Settings, small_model
-from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, History
 
 

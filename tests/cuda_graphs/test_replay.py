@@ -24,8 +24,10 @@ from dphero.cuda_graphs import recorded_pass as recording
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.replay import Graphs
-from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, History, Isotropic
 from dphero.hooks.taps import Taps
 from dphero.models import NAMES, FeatureModel, build

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Scalar
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal, Scalar
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.low_rank import LowRank
 from dphero.gradients import combine as combining
 from dphero.gradients import outer as outers
 from dphero.gradients.batch import GradientBatch

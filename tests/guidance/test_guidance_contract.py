@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dphero.geometry.factors import Scalar
+from dphero.geometry.diagonal import Scalar
 from dphero.geometry.geometry import identity
 from dphero.guidance import PCA, Block, Guidance, History, Isotropic, Released, resolve
 from dphero.guidance.base import share_rows

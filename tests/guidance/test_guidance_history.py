@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Dense, Diagonal, LowRank, Scalar
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import Block, History, Released
 from dphero.guidance.second_moments import Average, DenseMoment, DiagonalMoment, LeadingMoment, axis_noise
 

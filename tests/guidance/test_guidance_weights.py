@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Dense, Factor, LowRank
-from dphero.geometry.geometry import Geometry
+from dphero.geometry.dense import Dense
+from dphero.geometry.factor import Factor
+from dphero.geometry.geometry import Geometry, factor_from_state
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, Block, Released, noise_scales, spectrum
 from dphero.guidance import pca as weights
 from dphero.guidance import spectra as solvers
@@ -288,7 +290,7 @@ def test_factors_come_back_from_their_state_bit_for_bit(rows: int) -> None:
     for exponent in torch.linspace(0.5, 4.0, 36).tolist():
         factor = only(PCA(exponent), w).left
         assert factor is not None
-        again = Factor.from_state(factor.state())
+        again = factor_from_state(factor.state())
         found.add(factor.dtype)
         assert vars(again).keys() == vars(factor).keys()
         for name, value in vars(factor).items():

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Factor, LowRank
+from dphero.geometry.factor import Factor
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, Block, Released, spectrum, subspace
 from dphero.guidance.subspace import Iterations, Ritz, Start
 from tests.guidance.far import Far, Orders

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.geometry.factors import Dense
+from dphero.geometry.dense import Dense
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients import convolution as module
 from dphero.gradients.convolution import Convolution, convolution_arguments

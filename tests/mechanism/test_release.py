@@ -20,8 +20,9 @@ from torch.utils.data import TensorDataset
 
 from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
-from dphero.geometry.factors import Diagonal, LowRank, Scalar
+from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, Block, History, Isotropic, Released
 from dphero.guidance import pca as weights
 from dphero.mechanism.clipped_sum import ClippedSum

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dphero.geometry.factors import Diagonal
+from dphero.geometry.diagonal import Diagonal
 from dphero.methods import make
 from tests.methods.digits_task import accuracy, resumes_exactly, start
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dphero.geometry.factors import Diagonal, Factor, LowRank
+from dphero.geometry.diagonal import Diagonal
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA
 from tests.oracle.micro_batches import Batch, Tapped, compare, guided, micro_batches, tapped, trained
 from tests.oracle.zoo import CASES

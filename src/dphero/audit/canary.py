@@ -19,8 +19,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
+from dphero.geometry.low_rank import LowRank
 
 __all__ = ["Aim", "Plant", "Port", "has_bias", "plant", "unreached", "weakest"]
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Scalar, times
+from dphero.geometry.dense import Dense
+from dphero.geometry.diagonal import Diagonal, Scalar
+from dphero.geometry.factor import Factor, times
 from dphero.geometry.geometry import Geometry
+from dphero.geometry.low_rank import LowRank
 
 __all__ = ["LiveGeometry"]
 

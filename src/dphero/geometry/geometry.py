@@ -6,7 +6,7 @@ A release clips in whitened space and adds noise in parameter space (A is fixed 
     colour   A z                   the noise added to the clipped sum, of covariance A A^T
 
 Formal guarantee: the price of a release does not depend on A, provided that `whiten` really is the inverse
-of `colour`; the constructors of :mod:`dphero.geometry.factors` see to that.
+of `colour`; the constructors of the factors see to that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Factor, Scalar
+from dphero.geometry.dense import Dense, Singular
+from dphero.geometry.diagonal import Diagonal, Scalar
+from dphero.geometry.factor import Factor
+from dphero.geometry.low_rank import LowRank
 
-__all__ = ["Geometry", "identity"]
+__all__ = ["Geometry", "factor_from_state", "identity"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +140,7 @@ class Geometry:
     @staticmethod
     def from_state(state: dict[str, Any]) -> Geometry:
         """Makes the geometry whose `state` this is, bit for bit."""
-        left, right, flat = (state[side] and Factor.from_state(state[side]) for side in ("left", "right", "flat"))
+        left, right, flat = (state[side] and factor_from_state(state[side]) for side in ("left", "right", "flat"))
         return Geometry(tuple(state["shape"]), left, right, flat)
 
     def _matrix(self, x: Tensor) -> Tensor:
@@ -162,3 +165,13 @@ class Geometry:
 def identity(shape: tuple[int, ...]) -> Geometry:
     """Returns the geometry of isotropic noise, A = I, for a parameter of this shape."""
     return Geometry(shape)
+
+
+def factor_from_state(state: dict[str, Any]) -> Factor:
+    """Makes a factor from what its `state` returned."""
+    kinds: dict[str, type[Factor]] = {c.__name__: c for c in (Scalar, Diagonal, Dense, LowRank, Singular)}
+    if state.get("kind") not in kinds:
+        raise ValueError(f"unknown kind of factor {state.get('kind')!r}: expected one of {', '.join(kinds)}")
+    if "defect" in state:  # a claim about the basis: here it is measured
+        raise ValueError("the state of a factor has no 'defect': take what `state` returned, as it is")
+    return kinds[state["kind"]](**{name: value for name, value in state.items() if name != "kind"})

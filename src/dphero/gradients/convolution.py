@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.geometry.factors import Factor
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Explicit, Piece
 from dphero.gradients.rounding import gram_rounding, rounding

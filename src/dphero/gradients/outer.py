@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Factor
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Explicit, Piece, join, whitened, whitened_squares
 from dphero.gradients.rounding import gram_rounding, rounding

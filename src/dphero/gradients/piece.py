@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Factor
+from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 
 __all__ = ["Explicit", "Piece", "by_example", "join", "whitened", "whitened_squares"]

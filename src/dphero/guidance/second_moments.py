@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.geometry.factors import Diagonal, Scalar
+from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import spectra, subspace
 from dphero.guidance.base import Axis, as_matrix

@@ -20,7 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dphero.geometry.factors import Dense, Diagonal, Factor, LowRank, Singular, orthonormality_defect
+from dphero.geometry.basis import orthonormality_defect
+from dphero.geometry.dense import Dense, Singular
+from dphero.geometry.diagonal import Diagonal
+from dphero.geometry.factor import Factor
+from dphero.geometry.low_rank import LowRank
 from dphero.guidance.subspace import Iterations, Ritz, Solved, Start
 from dphero.numerics.transfer import Fetched, sent
 
@@ -180,7 +184,7 @@ def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bo
     """Applies the rule of this module to spectra normalised together: one mean lambda, one sum of v^2.
 
     With `bare`, directions may be left without any noise (a positive exponent and floor 0 where a weight is rank
-    deficient): a :class:`~dphero.geometry.factors.Singular` factor.
+    deficient): a :class:`~dphero.geometry.dense.Singular` factor.
 
     Raises:
         ValueError: where a scale would be zero or infinite, which only a floor of 0 can bring about.

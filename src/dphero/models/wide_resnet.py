@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.geometry.factors import Scalar
+from dphero.geometry.diagonal import Scalar
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
