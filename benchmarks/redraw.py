@@ -15,12 +15,12 @@ from typing import Any
 
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.plots import plot_accuracy
-from dphero.experiments.reproduction import figures, table1
-from dphero.experiments.reproduction.curves import Curves
+from dphero.experiments.reproduction.figures import convergence, table1
+from dphero.experiments.reproduction.figures.curves import Curves
 from dphero.experiments.reproduction.settings import Setting
 
 RESULTS = Path(__file__).parent / "results"
-CURVES = {each.name: each for each in vars(figures).values() if isinstance(each, Curves)}
+CURVES = {each.name: each for each in vars(convergence).values() if isinstance(each, Curves)}
 
 
 def redraw_curves(item: Curves, directory: Path) -> None:

@@ -15,9 +15,19 @@ from dphero.experiments import Interrupted
 from dphero.experiments.comparison.plan import save_plan
 from dphero.experiments.comparison.sweep import outcomes, sweep
 from dphero.experiments.comparison.worker import train_run
-from dphero.experiments.reproduction import drawing, figures, linear, running, table1
+from dphero.experiments.reproduction import drawing, running
+from dphero.experiments.reproduction.figures import convergence, linear, table1
 from dphero.experiments.reproduction.items import ITEMS, find
-from dphero.experiments.reproduction.settings import DELTAS, LOTS, PUBLISHED, RATES, SIGMAS, UNSOUND, noise_for
+from dphero.experiments.reproduction.settings import (
+    DELTAS,
+    LOTS,
+    METHOD_TITLES,
+    PUBLISHED,
+    RATES,
+    SIGMAS,
+    UNSOUND,
+    noise_for,
+)
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -122,35 +132,43 @@ def test_nothing_is_cut_off_in_a_narrow_figure(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(drawing, "save_figure", lambda figure, path: kept.append(figure))
     figure, axes = drawing.grid(1, 1)
-    for method in drawing.COLOURS:
+    for method in METHOD_TITLES:
         drawing.line(axes[0][0], method, [0, 1], [0, 1])
     drawing.finish(figure, tmp_path / "narrow", "A title that is longer than one panel is wide", "and a note: " * 20)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     assert kept == [figure]
-    for part in (*figure.texts, *figure.legends, figure._suptitle):
+    for part in (*figure.texts, *figure.legends):  # the title is a text
         extent = part.get_window_extent(canvas.get_renderer())
         assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, part
 
 
 def test_full_plans_cover_what_the_paper_varies():
-    planned = {made.name: made.plan("full") for made in (figures.ITERATIONS, figures.EPOCHS, figures.CIFAR_EPOCHS)}
+    planned = {
+        made.name: made.plan("full") for made in (convergence.ITERATIONS, convergence.EPOCHS, convergence.CIFAR_EPOCHS)
+    }
     for runs in planned.values():
         assert {run.recipe.noise_multiplier for run in runs} == {None, *SIGMAS}
         assert {run.recipe.method for run in runs} == {"sgd", "dp-sgd", "dp-hero", PUBLISHED}
-    assert {run.recipe.lot for run in figures.LOT_SIZES.plan("full")} == set(LOTS)
-    assert {run.recipe.lr for run in figures.LEARNING_RATES.plan("full")} == set(RATES)
+    assert {run.recipe.lot for run in convergence.LOT_SIZES.plan("full")} == set(LOTS)
+    assert {run.recipe.lr for run in convergence.LEARNING_RATES.plan("full")} == set(RATES)
 
 
 @pytest.mark.parametrize("size", ["quick", "full"])
 def test_runs_of_the_published_recipe_are_named_for_what_they_are(size):
-    for made in (figures.ITERATIONS, figures.EPOCHS, figures.CIFAR_EPOCHS, figures.LOT_SIZES, figures.LEARNING_RATES):
+    for made in (
+        convergence.ITERATIONS,
+        convergence.EPOCHS,
+        convergence.CIFAR_EPOCHS,
+        convergence.LOT_SIZES,
+        convergence.LEARNING_RATES,
+    ):
         for run in made.plan(size):
             assert ("UNSOUND-AS-PUBLISHED" in run.name) == (run.recipe.method == PUBLISHED)
 
 
 def test_a_plan_takes_as_many_steps_as_it_says():
-    for run in figures.LOT_SIZES.plan("quick"):
+    for run in convergence.LOT_SIZES.plan("quick"):
         assert round(run.recipe.epochs * round(60_000 / run.recipe.lot)) == 120
 
 
@@ -225,6 +243,6 @@ def test_interrupted_it_goes_on_and_keeps_what_is_finished(tmp_path, monkeypatch
 
 
 def test_runs_that_were_planned_otherwise_are_not_mixed_in(tmp_path):
-    save_plan(tmp_path / "runs" / "noise-spectra-tiny", figures.ITERATIONS.plan("tiny"))
+    save_plan(tmp_path / "runs" / "noise-spectra-tiny", convergence.ITERATIONS.plan("tiny"))
     with pytest.raises(ValueError, match="planned otherwise: move it away"):
         running.reproduce("noise-spectra", tmp_path, size="tiny")

@@ -1,5 +1,5 @@
 """The DP-Hero paper's table and figures, run anew: the sound mechanism, and the published recipe with its true price.
 
-``settings`` says what is varied and how large a reproduction is; ``curves`` (with ``figures``), ``boxes``, ``table1``,
-``linear`` and ``spectra`` plan their runs and present them; ``items`` lists them; ``running`` does one from end to end.
+``settings`` says what is varied and how large a reproduction is; the modules of ``figures`` plan their runs and present
+them; ``items`` lists them; ``running`` does one from end to end.
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 from dphero._checks import closest
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
-from dphero.experiments.reproduction import boxes, figures, linear, spectra, table1
-from dphero.experiments.reproduction.curves import Curves
+from dphero.experiments.reproduction.figures import boxes, convergence, linear, spectra, table1
+from dphero.experiments.reproduction.figures.curves import Curves
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import Size
 
@@ -58,9 +58,9 @@ ITEMS: Mapping[str, Item] = {
             table1.plan,
             table1.present,
         ),
-        _curves(figures.ITERATIONS, "Figure 1", f"{_LINES}: the first iterations", "2 minutes", "half an hour"),
-        _curves(figures.EPOCHS, "Figure 2", f"{_LINES}: accuracy by epoch", "3 minutes", "hours; a GPU helps"),
-        _curves(figures.CIFAR_EPOCHS, "Figure 3", f"{_LINES}: CIFAR-10 from scratch", "3 minutes", "needs a GPU"),
+        _curves(convergence.ITERATIONS, "Figure 1", f"{_LINES}: the first iterations", "2 minutes", "half an hour"),
+        _curves(convergence.EPOCHS, "Figure 2", f"{_LINES}: accuracy by epoch", "3 minutes", "hours; a GPU helps"),
+        _curves(convergence.CIFAR_EPOCHS, "Figure 3", f"{_LINES}: CIFAR-10 from scratch", "3 minutes", "needs a GPU"),
         Item(
             "epsilon-boxes",
             "Test accuracy at several ε (the paper's Figure 4)",
@@ -70,8 +70,8 @@ ITEMS: Mapping[str, Item] = {
             boxes.plan,
             boxes.present,
         ),
-        _curves(figures.LOT_SIZES, "Figure 5", f"{_LINES}: lots of 10 to 400", "3 minutes", "an hour"),
-        _curves(figures.LEARNING_RATES, "Figure 6", f"{_LINES}: η = 0.1 and 0.2", "2 minutes", "an hour"),
+        _curves(convergence.LOT_SIZES, "Figure 5", f"{_LINES}: lots of 10 to 400", "3 minutes", "an hour"),
+        _curves(convergence.LEARNING_RATES, "Figure 6", f"{_LINES}: η = 0.1 and 0.2", "2 minutes", "an hour"),
         Item(
             "linear-analysis",
             "Which noise a linear classifier bears best (the paper's linear layer analysis)",

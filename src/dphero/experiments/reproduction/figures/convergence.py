@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dphero.experiments.reproduction.curves import Curves, Shape
+from dphero.experiments.reproduction.figures.curves import Curves, Shape
 from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, RATES
 
 __all__ = ["CIFAR_EPOCHS", "EPOCHS", "ITERATIONS", "LEARNING_RATES", "LOT_SIZES"]
