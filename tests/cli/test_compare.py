@@ -73,15 +73,15 @@ def test_interrupted_twice_nothing_is_lost_and_nothing_trained_twice(tmp_path, m
         monkeypatch.setattr(f"dphero.experiments.comparison.compare.{name}", lambda *arguments: None)
 
     # Ctrl-C in the middle of the second run: it saves.
-    show = compare._Display.__call__
+    show = compare._Reporter.__call__
 
     def interrupt(display, standing):
         show(display, standing)
         if standing.done and any(state.get("step", 0) >= 6 for state in standing.running.values()):
-            monkeypatch.setattr(compare._Display, "__call__", show)
+            monkeypatch.setattr(compare._Reporter, "__call__", show)
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(compare._Display, "__call__", interrupt)
+    monkeypatch.setattr(compare._Reporter, "__call__", interrupt)
     arguments = ["--data", "digits", "--methods", "dp-sgd", "--epsilons", 3, "--seeds", 1, "--workers", 1]
     result = run(*arguments, "--vary", f"epochs=1,{epochs}", "--out", out)
     assert result.exit_code == 130

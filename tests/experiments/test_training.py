@@ -287,7 +287,7 @@ def test_a_run_on_a_relative_path_goes_on_with_its_own_data_from_everywhere(tmp_
     stop(directory)
     monkeypatch.chdir(tmp_path / "other")
     seen = []
-    monkeypatch.setattr(loop.datasets, "load", lambda spec, *rest: seen.append(spec) or load_data(spec, *rest))
+    monkeypatch.setattr("dphero.data.load", lambda spec, *rest: seen.append(spec) or load_data(spec, *rest))
     train(RunDirectory.open(directory.path))
     assert seen == [str(tmp_path / "mine" / "set.npz")]
 
