@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +19,14 @@ from dphero.gradients.batch import GradientBatch
 from dphero.gradients.piece import Explicit
 from dphero.mechanism.clipping import Adaptive, Clipping, make_clipping, total
 from dphero.mechanism.lot_sum import LotSum
-from tests.trainer import same
+from tests.trainer import same, training
 
 RULES = ["flat", "per_layer", "automatic", "adaptive"]
 LAYERS = {"one.weight": "one", "one.bias": "one", "two.weight": "two"}
 SHAPES = {"one.weight": (2, 3), "one.bias": (2,), "two.weight": (3,)}
 
 
-def rule(kind: str, norm: float = 1.0, lot: float = 10.0, noise_multiplier: float = 1.0) -> Clipping:
+def rule(kind: Any, norm: float = 1.0, lot: float = 10.0, noise_multiplier: float = 1.0) -> Clipping:
     return make_clipping(kind, norm, expected_lot=lot, noise_multiplier=noise_multiplier, layers=LAYERS)
 
 
@@ -306,3 +308,90 @@ def test_diagnostics() -> None:
 
 def test_total() -> None:
     assert total({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 4.0])}).tolist() == [4, 6]
+
+
+# -- rules of the user's own -----------------------------------------------------------------------------------
+
+
+class Halved(Clipping):
+    """Half of what flat clipping does, times a factor that a test may change later."""
+
+    factor = 0.5
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        norms = total(square_norms).sqrt().clamp(min=1e-30)
+        return dict.fromkeys(square_norms, self.factor * (self.norm / norms).clamp(max=1.0))
+
+
+class OfTheLongest(Halved):
+    """Within the bound, but the longest gradient of the batch decides the weight of all."""
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        norms = total(square_norms).sqrt()
+        return dict.fromkeys(square_norms, (self.norm / norms.max().clamp(min=self.norm)).expand_as(norms))
+
+
+class Divided(Halved):
+    """C / norm, which is infinite at 0."""
+
+    def weights(self, square_norms: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return dict.fromkeys(square_norms, self.norm / total(square_norms).sqrt())
+
+
+class Counting(Halved):
+    count_noise = 1.0
+
+
+def test_an_own_rule_clips_and_the_statement_names_it() -> None:
+    own, flat = training(clipping=Halved(1.0), seed=1), training(clipping="flat", seed=1)
+    for each in (own, flat):
+        each.steps(2)
+    assert own.engine.diagnostics.clipped == own.engine.diagnostics.examples > 0
+    assert own.engine.get_epsilon(1e-5) == flat.engine.get_epsilon(1e-5)
+    text = " ".join(own.engine.statement(1e-5).text.split())
+    assert f"your own rule {__name__}.Halved; its promise is not proven by dphero" in text
+    assert "your own" not in flat.engine.statement(1e-5).text
+
+
+def test_an_own_rule_that_lets_too_much_through_is_stopped_before_the_release() -> None:
+    own = Halved(1.0)
+    run = training(clipping=own)
+    run.steps(1)
+    own.factor = 1.001  # well-behaved until now
+    before = run.engine.get_epsilon(1e-5)
+    with pytest.raises(ValueError, match=r"Halved breaks its promise.*more than max_grad_norm 1"):
+        run.steps(1)
+    assert run.engine.steps == 1 and run.engine.get_epsilon(1e-5) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (OfTheLongest(1.0), "change when other examples are left out"),
+        (Divided(1.0), "negative or not finite"),
+        (Counting(1.0), "releases a count"),
+        (Halved(2.0), "its norm is 2.0, max_grad_norm 1.0"),
+        (Halved, r"pass clipping=Halved\(1\)"),
+        (rule("automatic"), "built in: pass its name, clipping='automatic'"),
+    ],
+)
+def test_own_rules_that_cannot_be_used_are_refused_at_once(wrong: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule(wrong)
+
+
+def test_an_own_rule_does_not_mind_gradients_that_are_not_finite() -> None:
+    found = rule(Halved(1.0)).weights({"two.weight": torch.tensor([4.0, math.inf, math.nan, 0.0])})["two.weight"]
+    assert found[0] == pytest.approx(0.25) and found[3] == 0.5
+
+
+def test_only_the_same_own_rule_resumes(tmp_path: Path) -> None:
+    run = training(clipping=Halved(1.0), seed=1)
+    run.steps(1)
+    run.engine.save(tmp_path / "saved")
+    for other in ("flat", type("Another", (Halved,), {})(1.0)):
+        with pytest.raises(ValueError, match=r"clipping kind '.*\.Halved', this engine has"):
+            training(clipping=other, seed=1).engine.load(tmp_path / "saved")
+    resumed = training(clipping=Halved(1.0), seed=1)
+    resumed.engine.load(tmp_path / "saved")
+    assert same(run.steps(1)[0], resumed.steps(1)[0])

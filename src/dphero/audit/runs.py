@@ -51,7 +51,7 @@ def settings_of(trainer: PrivateTrainer) -> Settings:
     return Settings(
         mechanism=mechanism.mode,
         guidance=copy.deepcopy(mechanism.guidance),
-        clipping=mechanism.clipping.kind,  # type: ignore[arg-type]
+        clipping=mechanism.clipping.option,  # type: ignore[arg-type]
         noise_multiplier=mechanism.noise_multiplier,
         max_grad_norm=trainer.task.recipe.clip,
         secure=trainer.task.recipe.secure,

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from dphero.engine import PrivacyEngine
 from dphero.guidance import Guidance
+from dphero.mechanism.clipping import Clipping
 from dphero.mechanism.release import Mode
 from dphero.sampling import PrivateLoader
 
@@ -25,7 +26,7 @@ class Settings:
     Attributes:
         mechanism: ``ellipsoid``, ``ball`` or ``published``.
         guidance: What shapes the noise.
-        clipping: The clip rule.
+        clipping: The clip rule, by its name or a rule of your own.
         noise_multiplier: σ.
         max_grad_norm: C.
         sampling: ``poisson`` or ``shuffle``.
@@ -34,7 +35,7 @@ class Settings:
 
     mechanism: Mode = "ellipsoid"
     guidance: str | Guidance = "pca"
-    clipping: Literal["flat", "per_layer", "automatic", "adaptive"] = "flat"
+    clipping: Literal["flat", "per_layer", "automatic", "adaptive"] | Clipping = "flat"
     noise_multiplier: float = 1.0
     max_grad_norm: float = 1.0
     sampling: Literal["poisson", "shuffle"] = "poisson"

@@ -156,6 +156,7 @@ class Account:
             shared = getattr(mechanism.noise, "key_shared", False)
             found = {UNSOUND: mechanism.mode == "published", _SEEDED: mechanism.noise.seeded, _KEY_SHARED: shared}
             self._notes |= {note: None for note, holds in found.items() if holds}
+            self._notes |= dict.fromkeys(filter(None, [mechanism.clipping.note]))
         self._notes |= dict.fromkeys(more)
         return tuple(self._notes)
 

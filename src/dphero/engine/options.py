@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from dphero._checks import closest, one_of, positive, whole
 from dphero.guidance import Guidance
+from dphero.mechanism.clipping import Clipping as ClipRule
 from dphero.mechanism.modes import Mode
 from dphero.mechanism.published import require_consent
 
 __all__ = ["Clipping", "Options", "require_known"]
 
-Clipping = Literal["flat", "per_layer", "automatic", "adaptive"]
+Clipping = Literal["flat", "per_layer", "automatic", "adaptive"] | ClipRule
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class PrivacyEngine:
                 ``"isotropic"``, or an object of your own (:class:`dphero.guidance.Guidance`).
             mechanism: ``"ellipsoid"`` (sound, the default), ``"ball"`` (sound), or ``"published"``, the paper's
                 recipe, whose privacy is far weaker than claimed; it runs only with ``unsound=True``.
-            clipping: ``"flat"``, ``"per_layer"``, ``"automatic"`` or ``"adaptive"``.
+            clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a rule of your own (docs/extend).
             sample_rate: q, the probability with which each example enters a lot. A public number.
             expected_batch_size: B, the public divisor of every sum; the loader's ``batch_size`` unless given.
             dataset_size: A public number of records, from which q = B / N; ``"public"`` declares ``len(dataset)``
