@@ -1,11 +1,15 @@
 """``dphero reproduce`` as users meet it."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dphero.cli import app
+from dphero.cli.runs.reproduce import _show
+from dphero.experiments.reproduction.report import Report, brief
+from dphero.experiments.reproduction.running import Reproduced
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -42,6 +46,24 @@ def test_an_item_prints_a_table_and_says_what_is_unsound(tmp_path):
     assert result.exit_code == 0, result.output
     assert "UNSOUND AS PUBLISHED" in result.stdout
     assert str(tmp_path / "linear-analysis.png") in result.stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_tables_of_all_items_fit_80_columns_with_no_word_broken(name, monkeypatch, capsys):
+    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "reproduction"
+    kept = json.loads((folder / f"{name}.json").read_text())
+    report = Report(kept["rows"], [], kept["notes"])
+    monkeypatch.setenv("COLUMNS", "80")
+    _show(Reproduced(name, kept["size"], report, (Path(f"{name}.md"),), {}))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    table = [line for line in shown.splitlines() if line[:1] in "┃│"]
+    assert len(table) <= 75 and table[-1].count("│") <= 8 and "…" not in shown
+    words = {word for line in table for word in line.replace("┃", "│").split()}
+    expected = {word for line in brief(kept["rows"]) for pair in line.items() for text in pair for word in text.split()}
+    assert expected <= words
+    assert "UNSOUND AS PUBLISHED" in " ".join(shown.split())
+    assert "The whole table, " in shown and f"is in {name}.md" in " ".join(shown.split())
 
 
 def test_json_is_one_object(tmp_path):

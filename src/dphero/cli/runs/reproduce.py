@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dphero.cli._console import console, say, table
+from dphero.cli._console import console, print_text, say, table
 from dphero.cli._options import JsonOption, WorkersOption, folder
 from dphero.cli._progress import ProgressDisplay
 
@@ -115,24 +115,28 @@ def _list(as_json: bool) -> None:
 
 
 def _show(done: Reproduced) -> None:
-    """Print an item's table for people."""
-    from dphero.experiments.reproduction.report import shown
+    """Print the part of an item's table that fits a terminal, and say where the rest is."""
+    from dphero.experiments.reproduction.report import brief
     from dphero.experiments.reproduction.settings import UNSOUND
 
-    rows = done.report.rows
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    names = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
-    found = table(*names)
+    lines = brief(done.report.rows)
+    found = table(*(lines[0] if lines else ()))
     found.title = f"{done.item} ({done.size})"
-    for row in rows:
-        texts = [shown(name, row.get(name)) for name in names]
-        found.add_row(*texts, style="red" if any(UNSOUND in text for text in texts) else None)
+    for name, column in zip(lines[0] if lines else (), found.columns, strict=True):  # no word is broken
+        column.min_width = max(len(word) for text in (name, *(each[name] for each in lines)) for word in text.split())
+    for line in lines:
+        found.add_row(*line.values(), style="red" if any(UNSOUND in text for text in line.values()) else None)
     screen = console()
     screen.print(found)
     for note in done.report.notes:
-        screen.print(f"- {note}")
+        print_text(screen, f"- {note}")
     for name, error in done.failed.items():
         screen.print(f"{name} failed: {error}", style="red")
     if done.failed:
         screen.print("The same command tries the failed runs again.")
+    whole = next((path for path in done.files if path.suffix == ".md"), None)
+    columns = dict.fromkeys(name for row in done.report.rows for name in row)
+    if whole is not None:
+        rows = f"{len(done.report.rows)} rows of " if len(lines) < len(done.report.rows) else ""
+        screen.print(f"The whole table, {rows}{len(columns)} columns, is in {whole}.", soft_wrap=True)
     screen.print(f"Written: {', '.join(map(str, done.files))}")

@@ -16,7 +16,7 @@ from dphero.experiments.runs.files import to_json, write_text
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import METHODS
 
-__all__ = ["PRICED", "Report", "markdown", "prices", "remark", "save", "shown"]
+__all__ = ["PRICED", "Report", "brief", "markdown", "prices", "remark", "save", "shown"]
 
 
 PRICED = (
@@ -25,6 +25,38 @@ PRICED = (
     "What its first step alone costs at least, exactly, is in noise-spectra."
 )
 """A note for every table with prices."""
+
+_PUBLISHED_TRUE = f"published recipe, {UNSOUND}: true ε"
+_SCREEN: Mapping[str, str] = {  # the columns that a terminal shows, and what they are called there
+    "data": "data",
+    "system": "system",
+    "ε printed": "ε printed",
+    "printed, system (%)": "system, printed (%)",
+    "ours, system (%)": "system, ours (%)",
+    "printed, DP-Hero (%)": "DP-Hero, printed (%)",
+    "ours, sound DP-Hero (%)": "DP-Hero, sound, ours (%)",
+    _PUBLISHED_TRUE: f"true ε as printed: {UNSOUND}",
+    "ε asked": "ε asked",
+    "σ": "σ",
+    "L": "L",
+    "η": "η",
+    "method": "method",
+    "noise": "noise",
+    "accuracy": "accuracy (%)",
+    "accuracy (%)": "accuracy (%)",
+    "standard deviation": "± (%)",
+    f"claimed ε, δ {DELTAS[0]:.0e}": "claimed ε",
+    "claimed ε": "claimed ε",
+    f"true ε, δ {DELTAS[0]:.0e}": "true ε",
+    "true ε": "true ε",
+    "model": "model",
+    "state": "state",
+    "layer": "layer",
+    "rule": "rule",
+    "weakest": "weakest direction",
+}
+_NAMED = ("method", "noise")  # what a remark is about
+_IN_NOTES = ("data", "L", "η")  # not worth a column where all rows have the same
 
 
 @dataclass(frozen=True)
@@ -86,6 +118,38 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [names, ["---"] * len(names)]
     lines += [[shown(name, row.get(name)) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def brief(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return, as text, the few columns that fit a terminal of 80 characters; of many layers, the weakest of each state.
+
+    What is unsound stays marked: the mark stands with the name.
+    """
+    found = []
+    for row in _weakest(rows):
+        if "ε asked" in row:  # says the same as σ, in the reader's terms
+            row = {name: value for name, value in row.items() if name != "σ"}
+        line = {heading: shown(name, row.get(name)) for name, heading in _SCREEN.items() if name in row}
+        if UNSOUND in row.get("remark", ""):
+            name = next(name for name in _NAMED if name in line)
+            line[name] = f"{line[name]}:\n{UNSOUND}"
+        found.append(line)
+    names = dict.fromkeys(name for name in _SCREEN.values() if any(name in line for line in found))
+    values = {name: {line.get(name, "") for line in found} for name in names}
+    kept = [name for name in names if values[name] != {""} and not (name in _IN_NOTES and len(values[name]) == 1)]
+    return [{name: line.get(name, "") for name in kept} for line in found]
+
+
+def _weakest(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return, of rows about layers, the one with the weakest direction of each network, state and rule."""
+    if not rows or "layer" not in rows[0]:
+        return rows
+    found: dict[Any, Mapping[str, Any]] = {}
+    for row in rows:
+        key = (row["model"], row["state"], row["rule"])
+        if key not in found or row["weakest"] < found[key]["weakest"]:
+            found[key] = row
+    return list(found.values())
 
 
 def save(report: Report, about: Mapping[str, Any], directory: Path, name: str) -> None:
