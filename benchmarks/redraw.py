@@ -2,22 +2,27 @@
 
     .venv/bin/python benchmarks/redraw.py [NAME ...]
 
-Names are those of the files: cifar, epochs, iterations, learning-rates, lots, table1, mnist-methods.
+Names are those of the files: cifar, epochs, epsilon-boxes, iterations, learning-rates, linear-analysis, lots, noise-spectra,
+table1, mnist-methods.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.plots import plot_accuracy
-from dphero.experiments.reproduction.figures import convergence, table1
+from dphero.experiments.reproduction.figures import boxes, convergence, linear, spectra, table1
 from dphero.experiments.reproduction.figures.curves import Curves
-from dphero.experiments.reproduction.settings import Setting
+from dphero.experiments.reproduction.settings import MNIST, Setting
 
 RESULTS = Path(__file__).parent / "results"
 CURVES = {each.name: each for each in vars(convergence).values() if isinstance(each, Curves)}
@@ -41,6 +46,58 @@ def redraw_curves(item: Curves, directory: Path) -> None:
     item._draw(curves, rows, item.shapes[kept["size"]], kept["size"], directory)
 
 
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Read the data behind a picture; what is not written is left out, what is a number becomes one."""
+    with path.open() as file:
+        lines = [{name: text for name, text in line.items() if text} for line in csv.DictReader(file)]
+    return [{name: _number(text) for name, text in line.items()} for line in lines]
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def redraw_boxes(directory: Path) -> None:
+    """Draw accuracies at several ε."""
+    kept = json.loads((directory / "epsilon-boxes.json").read_text())
+    groups: dict[tuple[float, str], list[float]] = {}
+    for point in read_points(directory / "epsilon-boxes.csv"):
+        groups.setdefault((point["ε asked"], point["method"]), []).append(point["accuracy"])
+    words = kept["notes"][0].removeprefix(f"{kept['size']}: ").removesuffix(".")
+    boxes._draw(groups, kept["rows"], kept["size"], words, directory)
+
+
+def redraw_linear(directory: Path) -> None:
+    """Draw the analysis of a linear classifier; its accuracy without noise is in the first note, rounded."""
+    kept = json.loads((directory / "linear-analysis.json").read_text())
+    rows = [row | {"true ε": math.inf if row["true ε"] is None else row["true ε"]} for row in kept["rows"]]
+    found = re.search(r"([\d.]+) % right", kept["notes"][0])
+    assert found is not None
+    words = kept["notes"][0].removeprefix(f"{kept['size']}: ")
+    note = f"{kept['size'].upper()}: {words} ε of one release at σ = 1, δ = 1e-05."
+    linear._draw(read_points(directory / "linear-analysis.csv"), rows, float(found[1]) / 100, note, directory)
+
+
+def redraw_spectra(directory: Path) -> None:
+    """Draw the noise along principal directions, and what the weakest costs."""
+    kept = json.loads((directory / "noise-spectra.json").read_text())
+    points = read_points(directory / "noise-spectra.csv")
+    scales: dict[tuple[str, str, str, str], list[float]] = {}
+    for point in points:
+        if "curve" not in point:
+            key = (point["model"], point["state"], point["layer"], point["rule"])
+            scales.setdefault(key, []).append(point["noise / σC"])
+    prices = [{"epsilon": math.inf} | point for point in points if "curve" in point]
+    tensors = {key: torch.tensor(values) for key, values in scales.items()}
+    spectra._draw(tensors, prices, kept["size"], MNIST[kept["size"]], directory)
+
+
+OTHERS = {"epsilon-boxes": redraw_boxes, "linear-analysis": redraw_linear, "noise-spectra": redraw_spectra}
+
+
 def redraw_comparison(directory: Path) -> None:
     """Draw a comparison's accuracies from its ``table.json``."""
     names = set(Row.__dataclass_fields__)
@@ -60,6 +117,9 @@ def main(names: list[str]) -> None:
     for name, item in CURVES.items():
         if not names or name in names:
             redraw_curves(item, reproduction)
+    for name, redraw in OTHERS.items():
+        if not names or name in names:
+            redraw(reproduction)
     if not names or "table1" in names:
         kept = json.loads((reproduction / "table1.json").read_text())
         rows = [

@@ -21,12 +21,17 @@ from matplotlib.patches import Ellipse
 
 from dphero.accounting import AdaptiveGaussian, Ledger, claimed_by_paper, price
 from dphero.experiments import demo
+from dphero.experiments.pictures import METHOD_COLOURS
 from dphero.guidance import PCA, noise_scales, spectrum
 from dphero.guidance.pca import THEOREM_2
 
 IMAGES = Path(__file__).parent / "images"
-REACH, NOISE = "#f2c894", "#1f4e79"  # what one example can add; the noise
-COLOURS = {"isotropic": "#808080", "published": "#c0392b", "default": "#1f4e79"}
+REACH, NOISE = "#f2d9ae", "#303640"  # what one example can add; the noise
+COLOURS = {
+    "isotropic": METHOD_COLOURS["dp-sgd"],
+    "published": METHOD_COLOURS["dp-hero-published"],
+    "default": METHOD_COLOURS["dp-hero"],
+}
 
 
 def ellipses(axes: Axes, title: str, reach: tuple[float, float], noise: tuple[float, float]) -> None:
@@ -62,7 +67,7 @@ def main() -> None:
     published = tuple(noise_scales(last, THEOREM_2)[[0, -1]].tolist())
     default = tuple(noise_scales(last, guidance.exponent, guidance.floor)[[0, -1]].tolist())
     ellipses(panels["A"], "isotropic (DP-SGD):\nsound", (1, 1), (1, 1))
-    ellipses(panels["B"], f"as published: weakest direction\nonly {published[1]:.2f} σ", (1, 1), published)
+    ellipses(panels["B"], f"as published: UNSOUND,\nweakest only {published[1]:.2f} σ", (1, 1), published)
     ellipses(panels["C"], "the same noise, clipped by its\nown ellipsoid: sound", published, published)
     ellipses(panels["D"], "dphero's default ellipsoid:\nsound", default, default)
     panels["A"].set_ylabel("weakest direction  [C]")
@@ -80,7 +85,7 @@ def main() -> None:
     bottom, index = panels["E"], np.arange(1, len(first) + 1)
     lines = {
         "isotropic": (np.ones(len(first)), "isotropic"),
-        "published": (noise_scales(first, THEOREM_2).numpy(), "as published: noise ∝ eigenvalue"),
+        "published": (noise_scales(first, THEOREM_2).numpy(), "noise ∝ eigenvalue: UNSOUND AS PUBLISHED"),
         "default": (
             noise_scales(first, guidance.exponent, guidance.floor).numpy(),
             f"dphero's default: (eigenvalue + {guidance.floor:g} of the mean) to the power {guidance.exponent:g}",

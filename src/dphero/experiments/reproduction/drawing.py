@@ -46,7 +46,7 @@ def finish(figure: Any, path: Path, title: str, note: str, columns: int = 2) -> 
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    lines = textwrap.wrap(note, int(14.5 * figure.get_figwidth()))  # letters of this size in a line of the figure
+    lines = _wrapped(note, int(14.5 * figure.get_figwidth()))  # letters of this size in a line of the figure
     above = (0.34 + 0.16 * len(lines)) / figure.get_figheight()
     engine = figure.get_layout_engine()
     engine.set(rect=(0, 0, 1, 1 - above))  # the panels begin below title and note
@@ -59,6 +59,14 @@ def finish(figure: Any, path: Path, title: str, note: str, columns: int = 2) -> 
         parts.append(figure.legend(entries.values(), entries.keys(), **below_all))
     _widen(figure, parts)
     save_figure(figure, path)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Break a text into as few lines as there must be, of about the same length."""
+    lines = textwrap.wrap(text, width)
+    even = next(least for least in range(-(-len(text) // len(lines)), width + 1)
+                if len(textwrap.wrap(text, least)) == len(lines)) if len(lines) > 1 else width  # fmt: skip
+    return textwrap.wrap(text, even)
 
 
 def _widen(figure: Any, parts: Sequence[Any]) -> None:

@@ -107,7 +107,10 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         f"{source.model} on {source.title}, L = {shape.lot}, {shape.steps} iterations, η = {shape.lr:g}, momentum 0.9, "
         f"C = 0.1, {shape.seeds} seeds, {source.test:,} test images"
     )
-    _draw(groups, rows, size, words, directory)
+    accuracies_by = {
+        key: [100 * run.result["accuracy"] for run in runs if run.result] for key, runs in groups.items()
+    }
+    _draw(accuracies_by, rows, size, words, directory)
     notes = [
         f"{size}: {words}.",
         "All methods have the σ with which Poisson-sampled DP-SGD truly costs the ε asked for.",
@@ -118,7 +121,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
 
 
 def _draw(
-    groups: Mapping[tuple[float, str], Sequence[Outcome]],
+    groups: Mapping[tuple[float, str], Sequence[float]],
     rows: Sequence[Mapping[str, Any]],
     size: Size,
     words: str,
@@ -129,8 +132,7 @@ def _draw(
     panel = axes[0][0]
     for place, epsilon in enumerate(epsilons):
         for number, method in enumerate(PRIVATE):
-            runs = groups.get((epsilon, method), ())
-            values = [100 * run.result["accuracy"] for run in runs if run.result]
+            values = groups.get((epsilon, method), ())
             if not values:
                 continue
             x, colour = place + 0.26 * (number - 1), METHOD_COLOURS[method]

@@ -177,12 +177,14 @@ def _draw(
         left.annotate(f" ×{value:.3g}, ε {epsilon}", (value, place), va="center", fontsize=8)
     left.set_yticks(range(len(rows)), [labels[row["noise"]].replace(": ", ":\n") for row in reversed(rows)], fontsize=8)
     left.set_xscale("log")
+    left.grid(False, axis="y")
     left.margins(x=0.35)
     left.set_xlabel("mean change of the output, relative to isotropic noise")
     left.set_title("what the paper wants small, and the true ε", fontsize=10)
     for shape, colour in colours.items():
         mine = [point for point in points if point["shape"] == shape]
-        style = ":" if UNSOUND in labels[shape] else "-"
+        hides = shape == "orthogonal to W"  # lies on that of isotropic noise
+        style = ":" if UNSOUND in labels[shape] else "--" if hides else "-"
         right.plot(
             [point["noise / weight"] for point in mine],
             [100 * point["accuracy"] for point in mine],

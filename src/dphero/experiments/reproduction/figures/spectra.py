@@ -12,7 +12,7 @@ from dphero import models
 from dphero.accounting import AdaptiveGaussian, Ledger, PoissonGaussian, claimed_by_paper, price
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
-from dphero.experiments.pictures import FURTHER, METHOD_COLOURS, VERDICT_COLOURS
+from dphero.experiments.pictures import FURTHER, GREY, METHOD_COLOURS, VERDICT_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import (
@@ -38,13 +38,7 @@ _RULES: Mapping[str, tuple[float, float]] = {  # exponent and floor
     "dphero's default (sound by its clipping)": (0.25, 0.1),
 }
 _COLOURS = (VERDICT_COLOURS["unsound"], FURTHER[0], FURTHER[1], METHOD_COLOURS["dp-hero"])
-_PRICE_COLOURS = (
-    METHOD_COLOURS["sgd"],
-    METHOD_COLOURS["dp-sgd"],
-    VERDICT_COLOURS["unsound"],
-    FURTHER[3],
-    FURTHER[0],
-)
+_PRICE_COLOURS = (GREY, METHOD_COLOURS["dp-sgd"], VERDICT_COLOURS["unsound"], FURTHER[3], FURTHER[4])
 _STYLES = (":", ":", ":", "-")
 _ITERATIONS: Mapping[Size, int] = {"tiny": 4, "quick": 150, "full": 3_000}
 _LOT, _SIGMA = 200, 1.0
@@ -202,13 +196,7 @@ def _draw(
                 [line["epsilon"] for line in mine],
                 marker="o",
                 markersize=3,
-                color=(
-                    METHOD_COLOURS["sgd"],
-                    METHOD_COLOURS["dp-sgd"],
-                    VERDICT_COLOURS["unsound"],
-                    FURTHER[3],
-                    FURTHER[0],
-                )[number % 5],
+                color=_PRICE_COLOURS[number % len(_PRICE_COLOURS)],
                 linestyle=":" if UNSOUND in curve else "-",
                 label=f"price: {curve}",
             )
