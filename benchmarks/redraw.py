@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/redraw.py [NAME ...]
 
-Names are those of the files: cifar, epochs, epsilon-boxes, iterations, learning-rates, linear-analysis, lots, noise-spectra,
-table1, mnist-methods.
+Names are those of the files: cifar, epochs, epsilon-boxes, iterations, learning-rates, linear-analysis, lots,
+noise-spectra, table1, mnist-methods.
 """
 
 from __future__ import annotations

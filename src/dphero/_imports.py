@@ -34,7 +34,9 @@ def call_named(spec: str, kind: str, *arguments: Any) -> Any:
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
+        plain = all(isinstance(each, int | float | str | tuple) for each in arguments)
         given = f"{len(arguments)} arguments" if arguments else "no arguments"
+        given += f" ({', '.join(map(repr, arguments))})" if arguments and plain else ""
         raise ValueError(
             f"{kind} {spec!r}: the function is called with {given}, and does not take them: {error}"
         ) from None
