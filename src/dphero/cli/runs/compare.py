@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dphero.cli._console import console, say, table
+from dphero.cli._console import console, print_text, say, table
 from dphero.cli._options import ChannelsOption, DatasetSizeOption, JsonOption, TrustOption, folder, size_of
 from dphero.cli._progress import ProgressDisplay
 
@@ -193,7 +193,7 @@ def _show(rows: list[Row], directory: Path, trust: str) -> None:
             shown.add_row(*line, style="red" if "UNSOUND AS PUBLISHED" in line else None)
         screen.print(shown)
     for note in notes(rows):
-        screen.print(f"- {note}")
+        print_text(screen, f"- {note}")
     for row in rows:
         for name, error in row.errors.items():
             screen.print(f"{name} failed: {error}", style="red")

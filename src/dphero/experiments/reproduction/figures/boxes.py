@@ -107,9 +107,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         f"{source.model} on {source.title}, L = {shape.lot}, {shape.steps} iterations, η = {shape.lr:g}, momentum 0.9, "
         f"C = 0.1, {shape.seeds} seeds, {source.test:,} test images"
     )
-    accuracies_by = {
-        key: [100 * run.result["accuracy"] for run in runs if run.result] for key, runs in groups.items()
-    }
+    accuracies_by = {key: [100 * run.result["accuracy"] for run in runs if run.result] for key, runs in groups.items()}
     _draw(accuracies_by, rows, size, words, directory)
     notes = [
         f"{size}: {words}.",
