@@ -86,7 +86,7 @@ def test_few_points_still_lie_above_the_divergences(rate, sigma, adding):
     [
         schedule(18, count=30),
         schedule(18, rate=0.2, low=3.0, high=9.0, count=5),
-        {(float(rate), 1.0): 20 for rate in np.linspace(0.001, 0.05, 18)},
+        pytest.param({(float(rate), 1.0): 20 for rate in np.linspace(0.001, 0.05, 18)}, marks=pytest.mark.slow),
     ],
     ids=["noise", "large_lots", "rates"],
 )
@@ -188,6 +188,7 @@ def test_huge_losses_and_tiny_ones_have_a_price():
     assert price(ledger_of(schedule(40, rate=1e-6, low=50.0, high=90.0)), 1e-5).epsilon < 0.01
 
 
+@pytest.mark.slow
 def test_renyi_divergences_of_many_are_bounded_from_above_by_those_of_a_few(monkeypatch):
     ledger = ledger_of(schedule(150, count=20))
     found = price(ledger, 1e-5, "rdp").epsilon

@@ -128,6 +128,7 @@ def test_where_absence_is_a_blank_record_all_of_it_is_audited(few: None) -> None
         assert one_run.canaries == 143 and attack.name == "LiRA" and not report.refuted
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_are_audited(tmp_path: Path, few: None) -> None:
     random = np.random.default_rng(0)
     images, labels = random.random((300, 8, 8), dtype=np.float32), np.arange(300) % 3
@@ -138,6 +139,7 @@ def test_data_of_ones_own_are_audited(tmp_path: Path, few: None) -> None:
     assert json.loads(result.stdout)["refuted"] is False
 
 
+@pytest.mark.slow
 def test_parameters_that_no_canary_enters_are_noted(tmp_path: Path, few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from dphero.audit import audit_recipe
     from dphero.experiments import resolve
@@ -167,6 +169,7 @@ def changed(finished: Path, to: Path, name: str, **changes: Any) -> RunDirectory
     return RunDirectory.open(to)
 
 
+@pytest.mark.slow
 def test_a_run_that_printed_too_little_is_refuted(finished: Path, tmp_path: Path, few: None) -> None:
     changed(finished, tmp_path / "run", "result.json", epsilon=0.3)
     result = run("audit", tmp_path / "run", "--quick", "--releases", 40, "--json")
@@ -266,6 +269,7 @@ def test_a_refuted_claim_is_exit_code_1_wherever_it_is_saved(tmp_path: Path, mon
         assert result.exit_code == status and "no space left on device" in result.stderr
 
 
+@pytest.mark.slow
 def test_gradient_canaries_see_an_engine_without_noise(few: None) -> None:
     """The command's own training: with next to no noise, its claim is refuted."""
     from dphero.audit import audit_recipe

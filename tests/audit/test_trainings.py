@@ -129,6 +129,7 @@ def test_too_many_gradient_canaries_are_refused() -> None:
 # -- many runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_methods_are_audited_by_small_trainings() -> None:
     found = audit_method("dp-sgd", releases=30)
     assert found.claim.mu == pytest.approx(2**0.5) and not found.refuted

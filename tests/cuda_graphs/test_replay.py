@@ -181,7 +181,9 @@ def test_training_is_the_same(recordings: list[int], guidance: str) -> None:
     compare(Attention, tokens(), guidance=GUIDANCE[guidance])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("wrn")) for name in NAMES]
+)
 def test_every_built_in_network_can_be_recorded(
     recordings: list[int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def test_an_unknown_item_is_refused_with_a_hint():
         find("epoch")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_interrupted_it_goes_on_and_keeps_what_is_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "sweep", sweep)

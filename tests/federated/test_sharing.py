@@ -35,7 +35,7 @@ def run(path, digits, federation, **settings):
     return server
 
 
-@pytest.mark.parametrize("kind", ["generated", "distilled"])
+@pytest.mark.parametrize("kind", [pytest.param("generated", marks=pytest.mark.slow), "distilled"])
 def test_a_shared_set_is_charged_and_the_budget_covers_all(kind, digits, tmp_path):
     federation = Federation(**SHARED, shared=kind)
     server = run(tmp_path / "run", digits, federation, epsilon=8.0)
@@ -117,6 +117,7 @@ def test_generated_images_look_like_their_classes(digits):
     assert (nearest == given.labels).float().mean() > 0.5
 
 
+@pytest.mark.slow
 def test_a_gift_that_is_none_is_left_out(digits, tmp_path):
     federation = Federation(**SHARED, shared="generated")
     create(tmp_path / "run", experiments.resolve(SETTINGS, {"seed": 1, "epsilon": 8.0, "lot": 64}), federation)

@@ -15,9 +15,9 @@ def test_damaged_checkpoints_are_refused_or_without_effect(tmp_path):
 
 
 def test_damaged_runs_and_odd_command_lines_end_with_one_line(tmp_path):
-    damage = corruptions.fuzz_runs(25, 1, tmp_path)
+    damage = corruptions.fuzz_runs(15, 1, tmp_path)
     assert not damage.faults and damage.counts["refused"] > 5
-    lines = command_lines.fuzz(40, 1, tmp_path / "finished", tmp_path / "lines")
+    lines = command_lines.fuzz(30, 1, tmp_path / "finished", tmp_path / "lines")
     assert not lines.faults and lines.counts["refused"] > 15
 
 

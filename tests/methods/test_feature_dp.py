@@ -116,8 +116,15 @@ def test_public_bounds_save_the_histograms() -> None:
     assert Gaussian(5.0) in trainer.ledger.counts and trainer.ledger.steps == 3
 
 
-@pytest.mark.parametrize("options", [{}, PRIVATE], ids=["group", "private"])
-@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        pytest.param({}, 0, id="group, at once", marks=pytest.mark.slow),
+        pytest.param({}, 3, id="group, later"),
+        pytest.param(PRIVATE, 0, id="private, at once"),
+        pytest.param(PRIVATE, 3, id="private, later", marks=pytest.mark.slow),
+    ],
+)
 def test_resumes_exactly(options: dict, before: int, tmp_path: Path) -> None:
     resumes_exactly(lambda: start("feature-dp", noise_multiplier=2.0, options=options), tmp_path, before, 3)
 
