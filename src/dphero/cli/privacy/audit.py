@@ -21,6 +21,30 @@ if TYPE_CHECKING:
 _PUBLISHED = "published"
 _RELEASES, _QUICK_RELEASES = 1000, 200
 
+_Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN|published]",
+        help="The directory of a finished run; or 'published', the paper's recipe on trial (a run of that name: "
+        "./published).",
+    ),
+]
+_Data = Annotated[str | None, typer.Option(help="The data for --method: a name, folder, .npz, or package:function.")]
+_Noise = Annotated[float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")]
+_Releases = Annotated[
+    int | None,
+    typer.Option(
+        min=40,
+        max=10**7,
+        help="Releases with the canary, and as many without, for each attack; more give tighter bounds. Default "
+        "1000, with --quick 200.",
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(parser=folder, metavar="FOLDER", help="Write audit.json and pictures here; RUN/audit for a run."),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -28,40 +52,18 @@ def register(app: typer.Typer) -> None:
 
 
 def audit(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[RUN|published]",
-            help="The directory of a finished run; or 'published', the paper's recipe on trial (a run of that name: "
-            "./published).",
-        ),
-    ] = None,
+    target: _Target = None,
     method: Annotated[str | None, typer.Option(help="Audit a method (dphero methods) without a run.")] = None,
-    data: Annotated[
-        str | None, typer.Option(help="The data for --method: a name, folder, .npz, or package:function.")
-    ] = None,
+    data: _Data = None,
     dataset_size: DatasetSizeOption = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Noise over clip bound, for --method and 'published'.")
-    ] = None,
+    noise_multiplier: _Noise = None,
     epsilon: Annotated[float | None, typer.Option(help="The privacy loss allowed, for --method.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out whole trainings: about a minute.")] = False,
-    releases: Annotated[
-        int | None,
-        typer.Option(
-            min=40,
-            max=10**7,
-            help="Releases with the canary, and as many without, for each attack; more give tighter bounds. Default "
-            "1000, with --quick 200.",
-        ),
-    ] = None,
+    releases: _Releases = None,
     delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
     confidence: Annotated[float, typer.Option(help="The probability with which each bound holds.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, help="Decides canaries, noise and lots of the audit.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=folder, metavar="FOLDER", help="Write audit.json and pictures here; RUN/audit for a run."),
-    ] = None,
+    out: _Out = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:

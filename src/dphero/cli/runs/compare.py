@@ -9,13 +9,54 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dphero.cli._console import console, print_text, say, table
-from dphero.cli._options import ChannelsOption, DatasetSizeOption, JsonOption, TrustOption, folder, size_of
+from dphero.cli._options import (
+    ChannelsOption,
+    DataOption,
+    DatasetSizeOption,
+    DeltaOption,
+    DeviceOption,
+    EpochsOption,
+    JsonOption,
+    LotOption,
+    ModelOption,
+    TrustOption,
+    WorkersOption,
+    folder,
+    size_of,
+)
 from dphero.cli._progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from dphero.experiments.comparison.plan import Planned
     from dphero.experiments.comparison.sweep import Standing
     from dphero.experiments.comparison.table import Row
+
+_SETTINGS = ("data", "model", "delta", "lot", "epochs", "dataset_size", "channels", "device")
+
+_Methods = Annotated[
+    str | None, typer.Option(help="Separated by commas (dphero methods); dp-sgd,dp-hero unless given.")
+]
+_Seeds = Annotated[
+    str | None,
+    typer.Option(help="How many runs of each kind (seeds 0, 1, …), or which seeds: 4,7. 3 unless given."),
+]
+_Variations = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE,…",
+        help="Values of anything in the recipe, options.NAME for an option of a method; may be repeated.",
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        parser=folder, metavar="FOLDER", help="Where to keep it all; a new folder under comparisons/ unless given."
+    ),
+]
+_Resume = Annotated[
+    Path | None, typer.Option(parser=folder, metavar="FOLDER", help="Go on with a comparison that was stopped.")
+]
+_Ray = Annotated[str | None, typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" starts one here.')]
 
 
 def register(app: typer.Typer) -> None:
@@ -24,59 +65,29 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    data: Annotated[
-        str | None, typer.Option(help="A data set (dphero data list), package:function, a folder of images, or .npz.")
-    ] = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Separated by commas (dphero methods); dp-sgd,dp-hero unless given.")
-    ] = None,
+    context: typer.Context,
+    data: DataOption = None,
+    methods: _Methods = None,
     epsilons: Annotated[str | None, typer.Option(help="Privacy losses allowed, separated by commas.")] = None,
-    seeds: Annotated[
-        str | None,
-        typer.Option(help="How many runs of each kind (seeds 0, 1, …), or which seeds: 4,7. 3 unless given."),
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE,…",
-            help="Values of anything in the recipe, options.NAME for an option of a method; may be repeated.",
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="A network by name, or package:function.")] = None,
-    delta: Annotated[float | None, typer.Option(help="The probability left out of account.")] = None,
-    lot: Annotated[int | None, typer.Option(help="Expected examples in a step.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    seeds: _Seeds = None,
+    vary: _Variations = None,
+    model: ModelOption = None,
+    delta: DeltaOption = None,
+    lot: LotOption = None,
+    epochs: EpochsOption = None,
     dataset_size: DatasetSizeOption = None,
     channels: ChannelsOption = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    device: DeviceOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with settings for all runs.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            parser=folder, metavar="FOLDER", help="Where to keep it all; a new folder under comparisons/ unless given."
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(parser=folder, metavar="FOLDER", help="Go on with a comparison that was stopped.")
-    ] = None,
+    out: _Out = None,
+    resume: _Resume = None,
     trust: TrustOption = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time; by cores and GPU unless given.")] = None,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help='Run on a Ray cluster; "local" starts one here.')
-    ] = None,
+    workers: WorkersOption = None,
+    ray: _Ray = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train by several methods, at several budgets, with several seeds; print one table and draw the curves."""
-    settings = {
-        "data": data,
-        "model": model,
-        "delta": delta,
-        "lot": lot,
-        "epochs": epochs,
-        "dataset_size": size_of(dataset_size),
-        "channels": channels,
-        "device": device,
-    }
+    settings = {name: context.params[name] for name in _SETTINGS} | {"dataset_size": size_of(dataset_size)}
     given = {name: value for name, value in settings.items() if value is not None}
     for name, text in (("--epsilons", epsilons), ("--seeds", seeds)):
         if text is not None and not _words(text):
@@ -84,31 +95,17 @@ def compare(
     if resume is not None and (given or methods or epsilons or seeds or vary or recipe or out):
         raise ValueError("--resume goes on with a comparison as it was planned; leave out all other settings")
     with ProgressDisplay("Planning", speed_seconds=600) as display:
-        from dphero import experiments  # torch takes seconds: something should be seen before it
-        from dphero.experiments.comparison import compare as comparing
-        from dphero.experiments.comparison import plan as plans
+        from dphero.experiments.comparison import plan as plans  # torch takes seconds: something should be seen first
         from dphero.methods import recipe as recipes
 
-        directory: Path | None = None
-        plan: list[Planned] = []
-        try:
-            if resume is not None:
-                directory, plan = resume, plans.load_plan(resume, trust=trust)
-            else:
-                in_file = recipes.load(recipe) if recipe else {}
-                recipes.require_trust(in_file, recipe or "", trust, instead=given)
-                plan = _plan([in_file, given], methods, epsilons, seeds, vary)
-                directory = out or _new_folder(plan)
-            rows = comparing.compare(plan, directory, workers=workers, ray=ray, report=_Reporter(display))
-        except experiments.Interrupted as error:
-            display.stop()
-            say(f"dphero: {error}; go on with: dphero compare --resume {directory}{_trust(plan)}")
-            raise typer.Exit(130) from error
-        except KeyboardInterrupt as error:
-            display.stop()
-            where = f"; go on with: dphero compare --resume {directory}{_trust(plan)}" if directory else ""
-            say(f"dphero: stopped at once; runs at work keep their last checkpoint{where}")
-            raise typer.Exit(130) from error
+        if resume is not None:
+            directory, plan = resume, plans.load_plan(resume, trust=trust)
+        else:
+            in_file = recipes.load(recipe) if recipe else {}
+            recipes.require_trust(in_file, recipe or "", trust, instead=given)
+            plan = _plan([in_file, given], methods, epsilons, seeds, vary)
+            directory = out or _new_folder(plan)
+        rows = _carry_out(plan, directory, display, workers, ray)
     if as_json:
         _print_json(rows, directory)
     else:
@@ -133,6 +130,26 @@ def _plan(
     )
     grid.check(plan)
     return plan
+
+
+def _carry_out(
+    plan: list[Planned], directory: Path, display: ProgressDisplay, workers: int | None, ray: str | None
+) -> list[Row]:
+    """Train what is missing; say how to go on with a comparison that was stopped."""
+    from dphero import experiments
+    from dphero.experiments.comparison import compare as comparing
+
+    go_on = f"go on with: dphero compare --resume {directory}{_trust(plan)}"
+    try:
+        return comparing.compare(plan, directory, workers=workers, ray=ray, report=_Reporter(display))
+    except experiments.Interrupted as error:
+        display.stop()
+        say(f"dphero: {error}; {go_on}")
+        raise typer.Exit(130) from error
+    except KeyboardInterrupt as error:
+        display.stop()
+        say(f"dphero: stopped at once; runs at work keep their last checkpoint; {go_on}")
+        raise typer.Exit(130) from error
 
 
 class _Reporter:

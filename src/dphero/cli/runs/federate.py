@@ -33,7 +33,39 @@ if TYPE_CHECKING:
     from dphero.experiments.runs.rundir import RunDirectory
     from dphero.federated.server.app import RoundProgress
 
+_RECIPE = (
+    "data", "channels", "model", "method", "epsilon", "noise_multiplier", "delta", "lot", "lr", "momentum", "clip",
+    "accountant", "dataset_size", "seed", "secure", "options",
+)  # fmt: skip
+_FEDERATION = (
+    "clients", "rounds", "local_epochs", "partition", "alpha", "shards", "strategy", "proximal_mu", "controls",
+    "shared", "sharing_budget", "unsound", "weights", "client_noise_multiplier", "client_clip", "participations",
+)  # fmt: skip
 _KEYS = ("accuracy", "epsilon", "epsilon_median", "delta", "rounds", "strategy", "partition", "run")
+
+_Partition = Annotated[
+    Literal["iid", "dirichlet", "shards"], typer.Option(help="How examples are dealt out to clients.")
+]
+_Strategy = Annotated[
+    Literal["fedavg", "fedprox", "scaffold", "fednova"], typer.Option(help="How the server puts updates together.")
+]
+_Controls = Annotated[
+    Literal["update", "gradient"],
+    typer.Option(help="Of scaffold: control variates from the update (free), or a gradient of their own (charged)."),
+]
+_Shared = Annotated[
+    Literal["none", "generated", "distilled", "distilled-published"],
+    typer.Option(help="What clients give to a data set that all of them train on (FedFed)."),
+]
+_SharingBudget = Annotated[float, typer.Option(help="The share of each client's epsilon that goes into that.")]
+_Weights = Annotated[
+    Literal["records", "equal"], typer.Option(help="Weigh updates by clients' public numbers of records, or equal.")
+]
+_Participations = Annotated[
+    int | None, typer.Option(min=1, help="Rounds that a client's budget lasts for; the average unless given.")
+]
+_ClientNoise = Annotated[float | None, typer.Option(help="Noise of the server, for a guarantee to whole clients.")]
+_Workers = Annotated[int | None, typer.Option(min=1, help="Processes that act as clients; one for each core.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -51,38 +83,18 @@ def federate(
     sampled: Annotated[int | None, typer.Option(min=1, help="Clients in a round; half of them unless given.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How many rounds.")] = 20,
     local_epochs: Annotated[float, typer.Option(help="Passes of a client over its data in a round.")] = 1.0,
-    partition: Annotated[
-        Literal["iid", "dirichlet", "shards"], typer.Option(help="How examples are dealt out to clients.")
-    ] = "iid",
+    partition: _Partition = "iid",
     alpha: Annotated[float, typer.Option(help="Of dirichlet: small values give each client few classes.")] = 0.5,
     shards: Annotated[int, typer.Option(min=1, help="Of shards: pieces of one label that a client gets.")] = 2,
-    strategy: Annotated[
-        Literal["fedavg", "fedprox", "scaffold", "fednova"], typer.Option(help="How the server puts updates together.")
-    ] = "fedavg",
+    strategy: _Strategy = "fedavg",
     proximal_mu: Annotated[float, typer.Option(help="Of fedprox: how strongly clients are pulled back.")] = 0.1,
-    controls: Annotated[
-        Literal["update", "gradient"],
-        typer.Option(
-            help="Of scaffold: control variates from the update (free), or a gradient of their own (charged)."
-        ),
-    ] = "update",
-    shared: Annotated[
-        Literal["none", "generated", "distilled", "distilled-published"],
-        typer.Option(help="What clients give to a data set that all of them train on (FedFed)."),
-    ] = "none",
-    sharing_budget: Annotated[
-        float, typer.Option(help="The share of each client's epsilon that goes into that.")
-    ] = 0.5,
+    controls: _Controls = "update",
+    shared: _Shared = "none",
+    sharing_budget: _SharingBudget = 0.5,
     unsound: Annotated[bool, typer.Option("--unsound", help="Consent to --shared distilled-published.")] = False,
-    weights: Annotated[
-        Literal["records", "equal"], typer.Option(help="Weigh updates by clients' public numbers of records, or equal.")
-    ] = "records",
-    participations: Annotated[
-        int | None, typer.Option(min=1, help="Rounds that a client's budget lasts for; the average unless given.")
-    ] = None,
-    client_noise_multiplier: Annotated[
-        float | None, typer.Option(help="Noise of the server, for a guarantee to whole clients.")
-    ] = None,
+    weights: _Weights = "records",
+    participations: _Participations = None,
+    client_noise_multiplier: _ClientNoise = None,
     client_clip: Annotated[float, typer.Option(help="The longest update that then counts in full.")] = 1.0,
     epsilon: Annotated[float | None, typer.Option(help="Each client's budget for all rounds together.")] = None,
     noise_multiplier: NoiseOption = None,
@@ -96,9 +108,7 @@ def federate(
     seed: SeedOption = None,
     secure: SecureOption = None,
     options: SetOption = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that act as clients; one for each core.")
-    ] = None,
+    workers: _Workers = None,
     out: OutOption = None,
     resume: ResumeOption = None,
     trust: TrustOption = False,
@@ -108,48 +118,13 @@ def federate(
 
     The privacy loss is that of each client's examples against everybody else, the server included.
     """
-    recipe = {
-        "data": data,
-        "channels": channels,
-        "model": model,
-        "method": method,
-        "epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "delta": delta,
-        "lot": lot,
-        "lr": lr,
-        "momentum": momentum,
-        "clip": clip,
-        "accountant": accountant,
-        "dataset_size": dataset_size,
-        "seed": seed,
-        "secure": secure,
-        "options": options,
-    }
-    given = training.given_recipe(recipe)
+    given = training.given_recipe({name: context.params[name] for name in _RECIPE})
     if resume is not None and (others := _written(context) - {"resume", "trust", "workers", "as_json"}):
         names = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in others))
         raise ValueError(f"--resume goes on with a run as it was begun; leave out all other settings: {names}")
     training.require_data(data, resume)
-    federation = {
-        "clients": clients,
-        "sampled": sampled if sampled is not None else (clients + 1) // 2,
-        "rounds": rounds,
-        "local_epochs": local_epochs,
-        "partition": partition,
-        "alpha": alpha,
-        "shards": shards,
-        "strategy": strategy,
-        "proximal_mu": proximal_mu,
-        "controls": controls,
-        "shared": shared,
-        "sharing_budget": sharing_budget,
-        "unsound": unsound,
-        "weights": weights,
-        "client_noise_multiplier": client_noise_multiplier,
-        "client_clip": client_clip,
-        "participations": participations,
-    }
+    federation = {name: context.params[name] for name in _FEDERATION}
+    federation["sampled"] = sampled if sampled is not None else (clients + 1) // 2
     result = _run(given, federation, out, resume, trust, workers)
     if as_json:
         training.print_json(result, _KEYS)
