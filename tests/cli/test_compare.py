@@ -171,6 +171,16 @@ def test_errors_are_one_line(arguments, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_interrupted_before_there_is_a_plan(monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "_plan", interrupted)
+    result = run("--data", "digits")
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1] == "dphero: error: interrupted"
+
+
 def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     result = run("--data", "digits", "--epsilons", 1, "--out", tmp_path / "file" / "out")

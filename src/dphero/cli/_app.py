@@ -76,6 +76,13 @@ class ErrorsInWords(TyperGroup):
             _fail(f"{type(error).__name__}: {error}; {notes[0]}")
         sys.exit(status if isinstance(status, int) else 0)
 
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command; Ctrl-C, where the command says nothing of it itself, is named."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise typer.Abort from error
+
 
 def _fail(message: str, status: int = 2) -> NoReturn:
     first, *more = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
