@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from dphero.engine import PrivacyEngine
 from dphero.guidance import Guidance
 from dphero.mechanism.clipping import Clipping
 from dphero.mechanism.release import Mode
+from dphero.noise import NoiseSource
 from dphero.sampling import PrivateLoader
 
 __all__ = ["Settings", "small_model"]
@@ -31,6 +33,7 @@ class Settings:
         max_grad_norm: C.
         sampling: ``poisson`` or ``shuffle``.
         secure: Whether the noise is cryptographic.
+        noise: Makes a noise source of your own, a new one for each engine.
     """
 
     mechanism: Mode = "ellipsoid"
@@ -40,6 +43,7 @@ class Settings:
     max_grad_norm: float = 1.0
     sampling: Literal["poisson", "shuffle"] = "poisson"
     secure: bool = False
+    noise: Callable[[], NoiseSource] | None = None
 
     def attach(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset[Any], *, seed: int, **others: Any
@@ -62,7 +66,8 @@ class Settings:
             "clipping": self.clipping,
             "sampling": self.sampling,
             "secure": self.secure,
-            "seed": None if self.secure else seed,
+            "seed": None if self.secure or self.noise else seed,
+            "noise": self.noise() if self.noise else None,
             "unsound": self.mechanism == "published",
             "loss_reduction": "sum",
             **others,

@@ -156,7 +156,8 @@ class Account:
             shared = getattr(mechanism.noise, "key_shared", False)
             found = {UNSOUND: mechanism.mode == "published", _SEEDED: mechanism.noise.seeded, _KEY_SHARED: shared}
             self._notes |= {note: None for note, holds in found.items() if holds}
-            self._notes |= dict.fromkeys(filter(None, [mechanism.clipping.note]))
+            own = (mechanism.clipping.note, getattr(mechanism.noise, "note", None))
+            self._notes |= dict.fromkeys(note for note in own if note)
         self._notes |= dict.fromkeys(more)
         return tuple(self._notes)
 

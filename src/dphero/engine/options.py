@@ -12,6 +12,7 @@ from dphero.guidance import Guidance
 from dphero.mechanism.clipping import Clipping as ClipRule
 from dphero.mechanism.modes import Mode
 from dphero.mechanism.published import require_consent
+from dphero.noise import NoiseSource
 
 __all__ = ["Clipping", "Options", "require_known"]
 
@@ -40,6 +41,7 @@ class Options:
     secure: bool
     seed: int | None
     unsound: bool
+    noise: NoiseSource | None
     cuda_graphs: bool
     pad_to: int | Sequence[int] | None
 

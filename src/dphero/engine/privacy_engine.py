@@ -23,6 +23,7 @@ from dphero.engine.options import Clipping, Options, require_known
 from dphero.guidance import Guidance
 from dphero.mechanism.lot_sum import Diagnostics
 from dphero.mechanism.release import Mode
+from dphero.noise import NoiseSource
 from dphero.run import Run
 from dphero.sampling import PoissonSampler, PrivateLoader, dataset_of, describe_data, public_rate, require_same_data
 
@@ -79,6 +80,7 @@ class PrivacyEngine:
         loss_reduction: Literal["mean", "sum"] = "mean",
         secure: bool = False,
         seed: int | None = None,
+        noise: NoiseSource | None = None,
         unsound: bool = False,
         cuda_graphs: bool = False,
         pad_to: int | Sequence[int] | None = None,
@@ -108,6 +110,7 @@ class PrivacyEngine:
             secure: Draw the noise from a cryptographic generator and each lot from fresh randomness; nothing is
                 replayed, not even on resume.
             seed: Makes the run repeatable; the guarantee then holds only while the seed is secret.
+            noise: A noise source of your own (docs/extend); each lot is then drawn from fresh randomness.
             unsound: Consent to run ``mechanism="published"``.
             cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
                 up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
@@ -136,6 +139,7 @@ class PrivacyEngine:
             loss_reduction=loss_reduction,
             secure=secure,
             seed=seed,
+            noise=noise,
             unsound=unsound,
             cuda_graphs=cuda_graphs,
             pad_to=pad_to,
@@ -197,9 +201,7 @@ class PrivacyEngine:
         public = {"sample_rate": sample_rate, "expected_batch_size": expected_batch_size, "dataset_size": dataset_size}
         rate, _ = public_rate(data_loader, size, **public)  # type: ignore[arg-type]
         if steps is None:
-            assert epochs is not None
-            positive("epochs", epochs)
-            steps = max(1, round(epochs * PoissonSampler(size, rate, None).lots_per_epoch))
+            steps = max(1, round(positive("epochs", epochs) * PoissonSampler(size, rate, None).lots_per_epoch))
         whole("steps", steps)
         if self.ledger.steps:
             raise RuntimeError(

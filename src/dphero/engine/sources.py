@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from dphero.accounting import Event, Ledger, PoissonGaussian, ShuffledGaussian
 from dphero.engine.options import Options
 from dphero.mechanism import published
-from dphero.noise import FastNoise, NoiseSource, SecureNoise
+from dphero.noise import FastNoise, NoiseSource, OwnNoise, SecureNoise
 from dphero.sampling import Lots, PoissonSampler, Sampler, ShuffleSampler, dataset_of, public_lot, public_rate
 
 __all__ = ["LotPlan", "hashed_key", "noise_and_lot_key", "plan_lots"]
@@ -90,6 +90,10 @@ def noise_and_lot_key(options: Options, used_keys: Collection[str]) -> tuple[Noi
         used_keys: Hashes of keys of noise that may not be used again.
     """
     seed: Any = options.seed
+    if options.noise is not None:
+        if options.secure or seed is not None:
+            raise ValueError("noise= brings its own randomness: it takes neither secure=True nor a seed")
+        return OwnNoise(options.noise), None
     if options.secure and seed is not None:
         raise ValueError("secure=True draws from the operating system; it takes no seed")
     if options.secure:

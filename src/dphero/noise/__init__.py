@@ -8,10 +8,12 @@ Two sources share one interface, `NoiseSource`:
 * `SecureNoise`: an AES-256 key stream, turned into Gaussians in float64. The key is never saved.
 
 Both refuse to serve one release twice: two sums under the same noise differ by exactly the people in them.
+A source of the user's own goes through `OwnNoise`, which checks what can be seen of its promise.
 """
 
 from dphero.noise.fast import FastNoise
+from dphero.noise.own import OwnNoise
 from dphero.noise.secure import SecureNoise
 from dphero.noise.source import NoiseSource
 
-__all__ = ["FastNoise", "NoiseSource", "SecureNoise"]
+__all__ = ["FastNoise", "NoiseSource", "OwnNoise", "SecureNoise"]
