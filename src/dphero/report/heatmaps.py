@@ -75,7 +75,7 @@ def heat_maps(found: Sequence[Explained]) -> Html | None:
                 continue
             left -= len(contents)
             source = f"data:image/png;base64,{base64.b64encode(contents).decode('ascii')}"
-            picture = tag("img", src=source, alt=f"{title} ({explained.place})", loading="lazy")
+            picture = tag("img", src=source, alt=f"{title} ({explained.place})")
             parts.append(tag("figure", tag("figcaption", tag("h3", title)), picture, class_="picture"))
         parts.append(_verdicts(explained))
     return join(*parts)
