@@ -98,7 +98,7 @@ SCREENS = (
     Screen("BatchNorm's message lost its line break", ("train", *SMALL, "--model", "networks:norm")),
     Screen("`--mechanism published` pointed to an API call", ("train", *SMALL, "--mechanism", "published")),
     Screen(
-        "a missing extra was named wrongly, and a folder stayed behind",
+        "a missing extra (matplotlib: named rightly before, too)",
         (WITHOUT_MATPLOTLIB,),
         python=True,
     ),
