@@ -248,6 +248,7 @@ def test_a_folder_that_is_no_run_and_a_run_that_is_not_finished(tmp_path: Path, 
     assert result.exit_code == 2 and "is not finished" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_refuted_claim_is_exit_code_1(few: None) -> None:
     with FAULTS["half the noise"](), FAULTS["half the noise"]():
         result = run("audit", "--method", "dp-sgd", "--data", "digits", "--quick", "--releases", 40)

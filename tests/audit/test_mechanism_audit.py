@@ -144,6 +144,7 @@ def test_planted_faults_are_noticed(fault: str) -> None:
     assert found.refuted, found
 
 
+@pytest.mark.slow
 def test_sides_share_the_error_probability_and_models_without_a_bias_have_fewer(few: None) -> None:
     found = audit_mechanism(Settings(), model=tiny(), releases=20)
     sides = ["release", "sampling", "release, small neighbours", "release, biases"]
@@ -181,6 +182,7 @@ def test_the_published_recipe_breaks_its_claim_and_the_ellipsoid_keeps_its_own()
     assert ellipsoid.claim.epsilon == pytest.approx(1.993, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_the_published_recipe_is_refuted_on_the_small_network_too() -> None:
     settings = Settings("published", PCA(exponent=1.0, floor=0.0), noise_multiplier=2.0)
     (found,) = audit_mechanism(settings, releases=150).audits
