@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from dphero.accounting import BudgetExhausted, PoissonGaussian
+from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods import make
 from dphero.methods.trainers.head import Head, features, head_of, with_head
 from dphero.methods.trainers.pretraining import _Lesson, pretrain
-from dphero.methods.trainers.processes import PROCESSES, _turned, view
+from dphero.methods.trainers.views import _turned, view
 from dphero.models import build
 from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
 

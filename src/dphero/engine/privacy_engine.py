@@ -95,7 +95,7 @@ class PrivacyEngine:
             noise_multiplier: σ: the noise's standard deviation over the clip norm.
             max_grad_norm: C: the clip norm, in the whitened space.
             guidance: What shapes the noise: ``"pca"`` of the weights, ``"history"`` of released gradients,
-                ``"isotropic"``, or an object of your own (:class:`dphero.guidance.Guidance`).
+                ``"isotropic"``, a :class:`dphero.guidance.Prior`, or a :class:`dphero.guidance.Guidance` of your own.
             mechanism: ``"ellipsoid"`` (sound, the default), ``"ball"`` (sound), or ``"published"``, the paper's
                 recipe, whose privacy is far weaker than claimed; it runs only with ``unsound=True``.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a rule of your own (docs/extend).

@@ -146,6 +146,8 @@ def _guidance(run: ExplainedRun) -> Guidance | None:
     recipe = run.directory.recipe
     if recipe.guidance is None:
         return make(recipe.method, recipe.options).guidance()
+    if recipe.guidance == "prior":  # follows from synthetic images too
+        return None
     found = resolve(recipe.guidance)
     return None if found.needs_gradients else found
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dphero.guidance.base import Block, Guidance, Prepares, Released
+from dphero.guidance.base import Block, Guidance, Preconditions, Prepares, Released
 from dphero.guidance.history import History
 from dphero.guidance.isotropic import Isotropic
 from dphero.guidance.pca import PCA, noise_scales, spectrum
+from dphero.guidance.prior.prior import Prior
 
 __all__ = [
     "PCA",
@@ -18,7 +19,9 @@ __all__ = [
     "Guidance",
     "History",
     "Isotropic",
+    "Preconditions",
     "Prepares",
+    "Prior",
     "Released",
     "noise_scales",
     "resolve",
@@ -33,15 +36,20 @@ def resolve(guidance: str | Guidance) -> Guidance:
 
     Args:
         guidance: "isotropic" (DP-SGD), "pca" (the weights), "history" (past noisy gradients), or an object
-            that keeps the `Guidance` contract.
+            that keeps the `Guidance` contract, such as a `Prior`.
 
     Raises:
         ValueError: for an unknown name.
         TypeError: for anything else.
     """
+    if guidance == "prior":
+        raise ValueError(
+            "guidance 'prior' has to know the network and its inputs: give guidance=Prior(model, (1, 28, 28)), the "
+            "shape of your images, from dphero.guidance"
+        )
     if isinstance(guidance, str):
         if guidance not in _NAMED:
-            choices = ", ".join(map(repr, _NAMED))
+            choices = ", ".join(map(repr, (*_NAMED, "prior")))
             raise ValueError(f"unknown guidance {guidance!r}: expected one of {choices}, or a Guidance object")
         return _NAMED[guidance]()
     if isinstance(guidance, type) or not isinstance(guidance, Guidance):

@@ -8,6 +8,7 @@ drawn. No batch, activation or raw gradient can reach it: there is no argument t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -122,6 +123,14 @@ class Prepares(Protocol):
 
         It may be called again, or not at all, before the next `geometry`.
         """
+
+
+@runtime_checkable
+class Preconditions(Protocol):
+    """A guidance that also changes the step: what it makes of released gradients is post-processing."""
+
+    def precondition(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns what the optimizer gets instead of the gradients that were just released, by name."""
 
 
 def as_matrix(tensor: Tensor, axis: Axis) -> Tensor:

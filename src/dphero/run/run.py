@@ -16,6 +16,7 @@ from dphero.checks.loss.check import LossCheck
 from dphero.checks.padding import PaddingCheck
 from dphero.cuda_graphs.replay import Graphs
 from dphero.gradients.batch import GradientBatch
+from dphero.guidance import Preconditions
 from dphero.hooks.taps import Taps
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
@@ -128,7 +129,9 @@ class Run:
         self._loss_check.back_propagated()
         released = self._add_and_release(gradients, self.lots.capture())
         if released is not None:
-            self._gradients.hand_over(released)
+            guidance = self.mechanism.guidance
+            treated = guidance.precondition(released) if isinstance(guidance, Preconditions) else released
+            self._gradients.hand_over(treated)
 
     def _add_and_release(self, gradients: GradientBatch, batch: PhysicalBatch) -> dict[str, Tensor] | None:
         """Clip the gradients and add them to the lot's sum; after its last batch, return the private gradient."""

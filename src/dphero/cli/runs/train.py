@@ -68,7 +68,7 @@ def train(
     optimizer: Annotated[str | None, typer.Option(help="sgd or adam.")] = None,
     clip: ClipOption = None,
     clipping: Annotated[str | None, typer.Option(help="flat, per_layer, automatic or adaptive.")] = None,
-    guidance: Annotated[str | None, typer.Option(help="What shapes the noise: pca, history, isotropic.")] = None,
+    guidance: Annotated[str | None, typer.Option(help="What shapes the noise: pca, history, prior, isotropic.")] = None,
     mechanism: Annotated[str | None, typer.Option(help="ellipsoid or ball.")] = None,
     accountant: AccountantOption = None,
     dataset_size: DatasetSizeOption = None,

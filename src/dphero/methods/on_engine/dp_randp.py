@@ -17,6 +17,7 @@ from dphero._checks import one_of, positive, whole
 from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
 from dphero.checks.modules import require_private_modules
 from dphero.engine import PrivacyEngine
+from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.card import SEEDED, Card
 from dphero.methods.method import Method, register
 from dphero.methods.task import Task
@@ -25,7 +26,6 @@ from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.methods.trainers.head import head_of, headless, with_head
 from dphero.methods.trainers.pretraining import pretrain
-from dphero.methods.trainers.processes import PROCESSES
 from dphero.models import FeatureModel, require_rowwise
 
 __all__ = ["DPRandP"]
@@ -314,6 +314,11 @@ class DPRandP(Method):
             raise ValueError(
                 f"method 'dp-randp' learns features, and model {task.recipe.model!r} has fixed ones: give a --model "
                 "without, such as tanh-cnn or wrn-16-4"
+            )
+        if task.recipe.guidance == "prior":
+            raise ValueError(
+                "guidance 'prior' shapes the noise of the recipe's own network, and method 'dp-randp' begins with its "
+                "last layer alone: leave --guidance out"
             )
         if task.recipe.secure and task.recipe.seed is not None:
             raise ValueError("--secure draws from the operating system; it takes no --seed")

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from dphero._checks import whole
+from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.card import Card
 from dphero.methods.method import Method, register
 from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
-from dphero.methods.trainers.processes import PROCESSES
 from dphero.models import FeatureModel
 
 __all__ = ["Projected", "leading_directions"]

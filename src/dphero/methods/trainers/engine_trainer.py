@@ -14,11 +14,17 @@ from torch.utils.data import TensorDataset
 
 from dphero.accounting import Ledger, Price, Statement, calibrate_noise_multiplier
 from dphero.engine import PrivacyEngine
+from dphero.guidance import Prior
+from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.card import Card
 from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer, gradients_of
+from dphero.models import FeatureModel
 
 __all__ = ["PrivateTrainer"]
+
+_FEATURES_OF = 2048
+"""Synthetic images whose features stand for those of private ones, where guidance wants that."""
 
 
 class PrivateTrainer(Trainer):
@@ -86,7 +92,8 @@ class PrivateTrainer(Trainer):
     def _arguments(self, seed: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the engine's arguments: the recipe's, then the method's, then what the recipe chose by name."""
         task, recipe = self.task, self.task.recipe
-        shape = {"guidance": recipe.guidance, "mechanism": recipe.mechanism, "clipping": recipe.clipping}
+        guidance = self._prior() if recipe.guidance == "prior" else recipe.guidance
+        shape = {"guidance": guidance, "mechanism": recipe.mechanism, "clipping": recipe.clipping}
         return {
             "module": self.module,
             "optimizer": self.optimizer,
@@ -101,6 +108,25 @@ class PrivateTrainer(Trainer):
             **options,
             **{name: value for name, value in shape.items() if value is not None},
         }
+
+    def _prior(self) -> Prior:
+        """Return the guidance that looks at synthetic images, as the trained part of the network sees them."""
+        task, shape = self.task, tuple(self.task.images.shape[1:])
+        if self.module is not task.module or self.train is not task.train:
+            raise ValueError(
+                f"guidance 'prior' shapes the noise of the recipe's own network, and method {self.card.name!r} trains "
+                "another one: leave --guidance out"
+            )
+        if len(shape) != 3:
+            raise ValueError(
+                f"guidance 'prior' draws synthetic images, and the inputs have shape {shape}: leave --guidance out, or "
+                "in Python give Prior public inputs of your own"
+            )
+        if not isinstance(task.model, FeatureModel):
+            return Prior(self.module, shape)
+        random = torch.Generator(task.device).manual_seed(0)
+        with torch.no_grad():
+            return Prior(self.module, task.model.features(PROCESSES["spectrum"](_FEATURES_OF, shape, random)))
 
     @property
     def step(self) -> int:

@@ -20,8 +20,9 @@ from torch import Generator, Tensor, nn
 
 from dphero._files import open_for_lock, open_zip, read_bytes, seal_zip, write_atomically
 from dphero.data import directory
+from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.trainers.head import Head, features, headless
-from dphero.methods.trainers.processes import PROCESSES, view
+from dphero.methods.trainers.views import view
 
 __all__ = ["pretrain"]
 

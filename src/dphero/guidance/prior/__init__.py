@@ -1,0 +1,1 @@
+"""Guidance by second moments of the network on synthetic images."""
