@@ -64,8 +64,9 @@ def test_the_value_of_a_term_tells_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_look_at_each_output_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it once was: all outputs together, compared at a thousandth of the whole."""
-    norms = independence.gradient_norms
-    monkeypatch.setattr(independence, "gradient_norms", lambda *arguments: norms(*arguments[:-1]))
+    norms = independence.IndependenceCheck._norms
+    together = range(9)  # of all outputs at once
+    monkeypatch.setattr(independence.IndependenceCheck, "_norms", lambda *arguments: norms(*arguments[:-1], together))
     monkeypatch.setattr(independence, "_SLACK_OF_NORMS", 1e-3)
     monkeypatch.setattr(independence.IndependenceCheck, "_compare_values", lambda *_: None)
     training(Experts(1000.0, "batch")).steps(1, balanced)  # type: ignore[arg-type]

@@ -43,13 +43,7 @@ _WAYS = 8
 
 
 def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> AxisPlan:
-    """Examine a model on its first batch.
-
-    Args:
-        taps: The taps of the model.
-        args: Positional arguments of the first call of the model.
-        kwargs: Its keyword arguments.
-        rows: The number of rows of that batch.
+    """Examine a model on its first batch: what it is called with, and the number of examples in that.
 
     Raises:
         MixedExamplesError: If an example's row depends on other examples.
@@ -187,15 +181,14 @@ class _Examination:
             others, run, _ = runs.settle([[row] * size for size in SIZES])
             plan = plan.joined(AxisPlan(others, [batch.way], True, run.written))
         for members in (mixed[0], *([row] * SIZES[0] for row in check.unlike)):
-            call = batch.take(members)
-            compare_with_autograd(runs.taps, plan, runs.snapshot, call, SIZES[0], random=small.random)
+            compare_with_autograd(runs, plan, members, random=small.random)
         if len(rows) > 1:
             check.compare_gradients(plan, rows, mixed[0], small.random)
         return plan
 
 
 def _carrying(small: RecordedRun, large: RecordedRun) -> list[bool]:
-    layouts = [compare_shapes(a, b, *SIZES) for a, b in zip(small.returned, large.returned, strict=False)]
+    layouts = [compare_shapes(a.shape, b.shape, *SIZES) for a, b in zip(small.values, large.values, strict=False)]
     return [layout is not None and not layout.unbatched for layout in layouts]
 
 

@@ -8,102 +8,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dphero.batch_axis.plan import AxisPlan, UnknownCallError
-from dphero.checks.tapped_pass import ModelArguments, bent, floating, objective_of, tapped_pass, trained_by
+from dphero.checks.model_runs import ModelRuns
+from dphero.checks.tapped_pass import floating, objective_of, trained_by
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.gradients.batch import GradientBatch
-from dphero.hooks.snapshot import ModelSnapshot
 from dphero.numerics.compare import is_short
 
-if TYPE_CHECKING:
-    from dphero.hooks.taps import Taps
-
-__all__ = ["compare_with_autograd", "gradient_norms"]
+__all__ = ["compare_with_autograd"]
 
 _TOLERANCE = 2e-2
 _SHORT_TOLERANCE = 0.2
 """In bfloat16 and float16."""
 
 
-def compare_with_autograd(
-    taps: Taps, plan: AxisPlan, snapshot: ModelSnapshot, call: ModelArguments, rows: int, *, random: bool
-) -> None:
-    """Run one backward pass through the taps, and check what it finds.
+def compare_with_autograd(runs: ModelRuns, plan: AxisPlan, rows: Sequence[int], *, random: bool) -> None:
+    """Run one backward pass through the taps on these rows, and check what it finds.
 
-    Args:
-        taps: The taps of the model.
-        plan: Where its calls carry the examples.
-        snapshot: Puts the model back as it was.
-        call: Arguments of the model.
-        rows: The number of examples in them.
-        random: Whether the model draws random numbers. Layer rules may draw others than the layers themselves: then it
-            is compared in evaluation mode alone.
+    Where the model draws random numbers, layer rules may draw others than the layers themselves: then it is compared in
+    evaluation mode alone.
 
     Raises:
         ValueError: If output or gradients are not those of ordinary autograd.
     """
-    _compare(taps, plan, snapshot, call, rows, training=True, random=random)
+    _compare(runs, plan, rows, training=True, random=random)
     if random:
         try:
-            _compare(taps, plan, snapshot, call, rows, training=False)
+            _compare(runs, plan, rows, training=False)
         except UnknownCallError:
             return  # other calls in evaluation mode: nothing to compare with
 
 
-def gradient_norms(
-    taps: Taps,
-    plan: AxisPlan,
-    snapshot: ModelSnapshot,
-    call: ModelArguments,
-    rows: int,
-    batched: Sequence[bool],
-    only: Sequence[int] | None = None,
-) -> dict[str, Tensor]:
-    """Return the norm of each example's gradient, by parameter, of a number that outputs make up.
-
-    It is no linear function of outputs that carry the examples (``batched``), so that what flows back differs from
-    example to example. Of others it is: a mean over the examples may be among them.
-
-    Args:
-        taps: The taps of the model.
-        plan: Where its calls carry the examples.
-        snapshot: Puts the model back as it was.
-        call: Arguments of the model.
-        rows: The number of examples in them.
-        batched: Which of the floating-point outputs carry the examples.
-        only: The numbers of the outputs that make up the number; left out, all.
-    """
-
-    def chosen(outs: list[Tensor]) -> list[Tensor]:
-        parts = [bent(out) if number < len(batched) and batched[number] else out for number, out in enumerate(outs)]
-        return parts if only is None else [parts[number] for number in only if number < len(parts)]
-
-    return tapped_pass(taps, plan, snapshot, call, rows, chosen).norms
-
-
-def _compare(
-    taps: Taps,
-    plan: AxisPlan,
-    snapshot: ModelSnapshot,
-    call: ModelArguments,
-    rows: int,
-    *,
-    training: bool,
-    random: bool = False,
-) -> None:
+def _compare(runs: ModelRuns, plan: AxisPlan, rows: Sequence[int], *, training: bool, random: bool = False) -> None:
+    taps, (args, kwargs) = runs.taps, runs.batch.take(rows)
     owners = {name: hooked.label for hooked in taps.hooked_modules for name in hooked.names.values()}
     parameters = trained_by(taps)
-    found = tapped_pass(taps, plan, snapshot, call, rows, training=training)
-    with snapshot.restored_afterwards(), taps.paused(), custom_code_followed():
+    found = runs.tapped(plan, rows, training=training)
+    with runs.snapshot.restored_afterwards(), taps.paused(), custom_code_followed():
         if not training:
             taps.module.eval()
-        expected_out = floating(taps.root_forward(*call[0], **call[1]))
+        expected_out = floating(taps.root_forward(*args, **kwargs))
         pairs = list(zip(found.outs, expected_out, strict=True))
         objective = objective_of([y for x, y in pairs if not isinstance(x, UnbatchedTensor)])
         expected = {} if objective is None else _gradients(objective, parameters)
@@ -117,7 +66,7 @@ def _compare(
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         pair = (_sum(found.gradients, name, zero), expected.pop(name, zero))
         if _difference(*pair, floor=1e-3 * largest) > tolerance:
-            if random and not _shows_random_numbers(taps, snapshot, call, expected_out):
+            if random and not _shows_random_numbers(runs, rows, expected_out):
                 return  # the layers may have drawn other numbers, unseen; evaluation mode decides
             raise ValueError(
                 f"parameter {name!r} of {owners[name]}: the taps found another gradient than autograd. Its layer rule "
@@ -125,10 +74,11 @@ def _compare(
             )
 
 
-def _shows_random_numbers(taps: Taps, snapshot: ModelSnapshot, call: ModelArguments, out: list[Tensor]) -> bool:
+def _shows_random_numbers(runs: ModelRuns, rows: Sequence[int], out: list[Tensor]) -> bool:
     """Tell whether the output changes with the random numbers: not so behind dropout, if the last layer is zero."""
-    with snapshot.restored_afterwards(seed=1), taps.paused(), custom_code_followed(), torch.no_grad():
-        other = floating(taps.root_forward(*call[0], **call[1]))
+    args, kwargs = runs.batch.take(rows)
+    with runs.snapshot.restored_afterwards(seed=1), runs.taps.paused(), custom_code_followed(), torch.no_grad():
+        other = floating(runs.taps.root_forward(*args, **kwargs))
     return any(not torch.equal(x, y) for x, y in zip(out, other, strict=True))
 
 

@@ -6,15 +6,15 @@ Each example is run among others and among copies of itself: what it gives must 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dphero.batch_axis.axis import BatchAxis, compare_shapes
 from dphero.batch_axis.plan import AxisPlan, Traced
-from dphero.checks.gradient_check import gradient_norms
 from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
+from dphero.checks.tapped_pass import bent
 from dphero.hooks.snapshot import same
 from dphero.numerics.compare import is_short, largest_gap
 
@@ -38,19 +38,12 @@ _SEEDS = range(6)
 
 
 class IndependenceCheck:
-    """Compares what examples give among different neighbours.
-
-    Args:
-        runs: Runs the model.
-        carrying: Which floating-point tensors that the model returned carry the examples.
-
-    Attributes:
-        unlike: Rows that make other calls among copies of themselves than among others.
-    """
+    """Compares what examples give among different neighbours."""
 
     def __init__(self, runs: ModelRuns, carrying: list[bool]) -> None:
-        self._runs, self._carrying = runs, carrying
-        self.unlike: list[int] = []
+        self._runs = runs
+        self._carrying = carrying  # which floating-point tensors that the model returned carry the examples
+        self.unlike: list[int] = []  # rows that make other calls among copies of themselves than among others
 
     def compare_outputs(self, rows: list[int], mixed: list[list[int]], small: RecordedRun, large: RecordedRun) -> None:
         """Check that each example gives the same among any neighbours, and that nothing else remembers it."""
@@ -70,10 +63,10 @@ class IndependenceCheck:
         if small.random:
             for seed in _SEEDS:
                 self._compare_with_copies(rows, self._runs.record(mixed[0], seed=seed), layouts, seed)
-        if small.random:  # dropout draws other numbers at another size
+            # dropout draws other numbers at another size: evaluation mode decides, unless it is random too
             small, large = (self._runs.record(rows, training=False) for rows in mixed)
-        if small.random:
-            return
+            if small.random:
+                return
         for key, tensor in small.trace.outputs.items():
             other = large.trace.outputs.get(key)
             layout = None if other is None else compare_shapes(tensor.shape, other.shape, *SIZES)
@@ -130,9 +123,18 @@ class IndependenceCheck:
             if group[0] in others:
                 self._compare_values(group[0], rows, mixed, random)
 
-    def _norms(self, plan: AxisPlan, rows: list[int], only: list[int]) -> dict[str, Tensor]:
-        call = self._runs.batch.take(rows)
-        return gradient_norms(self._runs.taps, plan, self._runs.snapshot, call, len(rows), self._carrying, only)
+    def _norms(self, plan: AxisPlan, rows: list[int], only: Sequence[int]) -> dict[str, Tensor]:
+        """Return the norm of each example's gradient, by parameter, of a number that some of the outputs make up.
+
+        It is no linear function of outputs that carry the examples, so that what flows back differs from example to
+        example. Of others it is: a mean over the examples may be among them.
+        """
+
+        def chosen(outs: list[Tensor]) -> list[Tensor]:
+            carrying = dict(enumerate(self._carrying))
+            return [bent(outs[i]) if carrying.get(i) else outs[i] for i in only if i < len(outs)]
+
+        return self._runs.tapped(plan, rows, chosen).norms
 
     def _compare_values(self, number: int, rows: list[int], mixed: list[int], random: bool) -> None:
         """Check that an output without the examples is a mean, or a sum, over them.

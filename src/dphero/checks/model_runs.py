@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.axis import compare_shapes
-from dphero.batch_axis.plan import Axes, AxisTrace, Call
+from dphero.batch_axis.plan import Axes, AxisPlan, AxisTrace, Call
+from dphero.checks.tapped_pass import Objective, TappedPass, tapped_pass
 from dphero.functional.unbatched import plain
 from dphero.functional.vmap import vmapped
 from dphero.hooks.snapshot import ModelSnapshot
@@ -29,41 +29,24 @@ _ROUNDS = 64
 
 
 class MixedExamplesError(ValueError):
-    """A model in which one example's output depends on another example.
-
-    Attributes:
-        inside: The path of the module inside whose code it was seen, if in none of the outputs so far.
-    """
+    """A model in which one example's output depends on another example."""
 
     inside: str | None = None
+    """The path of the module inside whose code it was seen, if in none of the outputs so far."""
 
 
 @dataclass
 class RecordedRun:
-    """A forward pass.
+    """A forward pass."""
 
-    Attributes:
-        trace: Its calls, and the outputs of its modules.
-        returned: The shapes of the floating-point tensors that it returned.
-        values: Those tensors.
-        written: What it wrote into parameters and buffers.
-        random: Whether it drew random numbers.
-    """
-
-    trace: AxisTrace
-    returned: list[torch.Size]
-    values: list[Tensor]
-    written: dict[str, Tensor]
-    random: bool
+    trace: AxisTrace  # its calls, and the outputs of its modules
+    values: list[Tensor]  # the floating-point tensors that it returned
+    written: dict[str, Tensor]  # what it wrote into parameters and buffers
+    random: bool  # whether it drew random numbers
 
 
 class ModelRuns:
-    """Runs a model on chosen rows of a batch; the model is as before afterwards.
-
-    Args:
-        taps: The taps of the model.
-        batch: The arguments with which it is called.
-    """
+    """Runs a model on chosen rows of a batch, the arguments of one call; the model is as before afterwards."""
 
     def __init__(self, taps: Taps, batch: Arguments) -> None:
         self.taps, self.batch = taps, batch
@@ -106,7 +89,14 @@ class ModelRuns:
         finally:
             hook.remove()
         values = [plain(tensor).detach() for tensor in tensors if tensor.is_floating_point()]
-        return RecordedRun(trace, [value.shape for value in values], values, changes.state, changes.random)
+        return RecordedRun(trace, values, changes.state, changes.random)
+
+    def tapped(
+        self, plan: AxisPlan, rows: Sequence[int], objective: Objective = lambda outs: outs, *, training: bool = True
+    ) -> TappedPass:
+        """Run the model on these rows with its layers tapped, and back-propagate (:func:`tapped_pass`)."""
+        call = self.batch.take(rows)
+        return tapped_pass(self.taps, plan, self.snapshot, call, len(rows), objective, training=training)
 
     def settle(self, mixed: list[list[int]]) -> tuple[dict[Call, Axes], RecordedRun, RecordedRun]:
         """Run at both sizes until what was assumed of every call is what the shapes say."""

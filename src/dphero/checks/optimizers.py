@@ -26,17 +26,10 @@ def innermost(optimizer: Any) -> Any:
 def with_closure_evaluated(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate the closure among the arguments of ``step``, if there is one: once, before the step.
+    """Evaluate the closure among the arguments of ``step`` (the optimizer first): once, before the step.
 
     A closure computes the loss and calls ``backward()``. Each evaluation releases the lot, so there can be one only.
-
-    Args:
-        optimizer: The optimizer.
-        args: What ``step`` was called with, the optimizer first.
-        kwargs: By name.
-
-    Returns:
-        The arguments with the closure's result in its place, or ``None`` if there is no closure.
+    Returned are the arguments with the closure's result in its place; ``None`` if there is no closure.
 
     Raises:
         ValueError: If the optimizer evaluates its closure several times in one step.

@@ -8,7 +8,7 @@ over all positions or of the last state of a recurrent layer are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dphero.batch_axis.arguments import Arguments
 from dphero.batch_axis.plan import UnknownCallError
-from dphero.checks.tapped_pass import ModelArguments, TappedPass, bent, tapped_pass
+from dphero.checks.tapped_pass import ModelArguments, Objective, TappedPass, bent, floating, tapped_pass
 from dphero.functional.unbatched import plain
 from dphero.hooks.snapshot import ModelSnapshot
 from dphero.numerics.compare import is_short
@@ -123,7 +123,7 @@ class PaddingCheck:
     def watch(self, out: Any) -> Any:
         """See what the model returns: no loss may depend on outputs as long as the longest example."""
         if self._following:
-            floats = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            floats = floating(out)
             for place in self._following:
                 if place < len(floats) and floats[place].requires_grad:
                     floats[place].register_hook(_require_unused)
@@ -154,11 +154,10 @@ class _Gradients:
 
         return self._run(common).norms
 
-    def _run(self, objective: Callable[[list[Tensor]], Sequence[Tensor]]) -> TappedPass:
-        assert self._taps.plan is not None
-        return tapped_pass(
-            self._taps, self._taps.plan, self._snapshot, self._call, _COPIES, objective, training=self._training
-        )
+    def _run(self, objective: Objective) -> TappedPass:
+        taps, snapshot = self._taps, self._snapshot
+        assert taps.plan is not None
+        return tapped_pass(taps, taps.plan, snapshot, self._call, _COPIES, objective, training=self._training)
 
 
 def _cuts(

@@ -22,14 +22,9 @@ def require_rowwise(transform: nn.Module, rows: Tensor, name: str) -> None:
     """Refuse a transform that mixes examples, or that keeps something of them.
 
     The price of a training covers what is released of rows that belong to one example each. A row that carries others
-    too, and a running mean that is published with the model, it does not cover. So some rows go through the transform
-    together, each among copies of itself, and by themselves: each must come out the same, up to rounding. Parameters,
-    buffers and random generators are left as they were.
-
-    Args:
-        transform: In the mode in which it will be used.
-        rows: Some of the examples, as many as will go through it at a time.
-        name: What the transform is called in an error.
+    too, and a running mean that is published with the model, it does not cover. So some rows (as many as will go
+    through the transform at a time) do so together, each among copies of itself, and by themselves: each must come out
+    the same, up to rounding. Parameters, buffers and random generators are left as they were.
 
     Raises:
         ValueError: If a row's output depends on the rows beside it, or parameters or buffers are written.

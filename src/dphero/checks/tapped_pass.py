@@ -21,23 +21,20 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["ModelArguments", "TappedPass", "bent", "floating", "objective_of", "tapped_pass", "trained_by"]
+__all__ = ["ModelArguments", "Objective", "TappedPass", "bent", "floating", "objective_of", "tapped_pass", "trained_by"]
 
 ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with."""
+Objective = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Returns, from the outputs of a model, the tensors that make up the number to be back-propagated."""
 
 
 @dataclass
 class TappedPass:
-    """What a pass found.
+    """What a pass found."""
 
-    Attributes:
-        gradients: The gradients that the taps found: none, or one batch of them.
-        outs: The floating-point tensors that the model returned.
-    """
-
-    gradients: list[GradientBatch]
-    outs: list[Tensor]
+    gradients: list[GradientBatch]  # those that the taps found: none, or one batch of them
+    outs: list[Tensor]  # the floating-point tensors that the model returned
 
     @property
     def norms(self) -> dict[str, Tensor]:
@@ -51,21 +48,11 @@ def tapped_pass(
     snapshot: ModelSnapshot,
     call: ModelArguments,
     rows: int,
-    objective: Callable[[list[Tensor]], Sequence[Tensor]] = lambda outs: outs,
+    objective: Objective = lambda outs: outs,
     *,
     training: bool = True,
 ) -> TappedPass:
-    """Run a model with its layers tapped, and back-propagate a number that outputs make up.
-
-    Args:
-        taps: The taps of the model.
-        plan: Where its calls carry the examples.
-        snapshot: Puts the model back as it was.
-        call: Arguments of the model.
-        rows: The number of examples in them.
-        objective: Returns, from the outputs, the tensors that make up the number (:func:`objective_of`).
-        training: Whether the model is in training mode.
-    """
+    """Run a model on ``rows`` examples with its layers tapped, and back-propagate a number that outputs make up."""
     found: list[GradientBatch] = []
     with snapshot.restored_afterwards():
         if not training:

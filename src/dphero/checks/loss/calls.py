@@ -27,46 +27,27 @@ class Ref:
 
 @dataclass
 class Source:
-    """A tensor from which the calls start.
-
-    Attributes:
-        number: Its number.
-        value: A copy.
-        axis: Where it carries the examples; ``None`` if it does not.
-        fold: How many entries along that axis belong to one example.
-        edge: Its place in the graph, if it has a gradient.
-    """
+    """A tensor from which the calls start."""
 
     number: int
-    value: Tensor
-    axis: int | None
-    fold: int = 1
-    edge: GradientEdge | None = None
+    value: Tensor  # a copy
+    axis: int | None  # where it carries the examples; None if it does not
+    fold: int = 1  # how many entries along that axis belong to one example
+    edge: GradientEdge | None = None  # its place in the graph, if it has a gradient
 
 
 @dataclass
 class Call:
-    """One call of a torch function.
-
-    Attributes:
-        function: The function.
-        args: Its arguments, with numbers in place of tensors that are followed.
-        kwargs: Those with names.
-        results: The numbers of the tensors that it returned, in order; ``None`` for those that are not followed.
-        changes: The numbers of tensors that it changed in place.
-        value: What it returned, if that is no tensor but a value of Python.
-        random: Sets the random generators to where they were, if it drew from them.
-        context: Makes the state of torch in which it ran.
-    """
+    """One call of a torch function."""
 
     function: Any
-    args: Any
+    args: Any  # its arguments, with numbers in place of tensors that are followed
     kwargs: Any
-    results: list[int | None]
-    changes: frozenset[int] = frozenset()
-    value: Any = None
-    random: Callable[[], None] | None = None
-    context: Callable[[], AbstractContextManager[Any]] = ExitStack
+    results: list[int | None]  # the numbers of the tensors that it returned; None for those that are not followed
+    changes: frozenset[int] = frozenset()  # the numbers of tensors that it changed in place
+    value: Any = None  # what it returned, if that is no tensor but a value of Python
+    random: Callable[[], None] | None = None  # sets the random generators to where they were, if it drew from them
+    context: Callable[[], AbstractContextManager[Any]] = ExitStack  # makes the state of torch in which it ran
 
     @property
     def name(self) -> str:

@@ -59,15 +59,11 @@ _UNREAD = (
 
 
 class LossCheck:
-    """Reads losses of a private model.
+    """Reads losses of a private model: are they the declared ``"mean"`` or ``"sum"`` over the examples?
 
     The model's outputs, and what is computed from them, are tensors of a subclass that does nothing but note
-    ``backward()``.
-
-    Args:
-        module: The model.
-        rows: Returns the number of rows of the batch in hand, or ``None`` while no private batch is in work.
-        declared: ``"mean"`` or ``"sum"``: what the loss should be.
+    ``backward()``. ``rows`` returns the number of rows of the batch in hand, ``None`` while no private batch is in
+    work.
     """
 
     def __init__(self, module: nn.Module, rows: Callable[[], int | None], declared: str) -> None:

@@ -42,20 +42,21 @@ def halves(rows: int, number: int) -> list[Tensor]:
 def coupling(loss: Any, rows: int, number: int) -> float:
     """Return by how much a term of the loss depends on two examples: 0 where not at all, at most 1.
 
-    Args:
-        loss: The last node of the graph of a loss. It can still be back-propagated afterwards.
-        rows: The number of examples.
-        number: Which halves of the examples are told apart.
+    ``loss`` is the last node of its graph, which can still be back-propagated afterwards; ``number`` says which halves
+    of the examples are told apart.
     """
     placed = [(edge, axes) for edge in output_edges(loss) if (axes := _axes(_edge_shape(edge), rows))]
     nodes = terms(loss)
     ends = [_edges(node, index) for node, index in nodes]
     if not placed or not any(ends):
         return 0.0
-    found = []
+    found, ways = [], halves(rows, number)
     for way in sorted({0, *(len(axes) - 1 for _, axes in placed)}):
         outputs = [(edge, axes[min(way, len(axes) - 1)]) for edge, axes in placed]
-        found.append(_coupled_somehow(ends, nodes, outputs, halves(rows, number)))
+        try:
+            found.append(_coupled(ends, nodes, outputs, ways))
+        except (RuntimeError, NotImplementedError):  # some functions can be differentiated but once
+            found.append(max(_coupled_backwards(ends, outputs, half) for half in ways))
     return min(found)  # where there are as many examples as columns, only what is coupled either way counts
 
 
@@ -64,14 +65,8 @@ def coupling_strength(loss: Tensor, outputs: Sequence[GradientEdge], rows: int, 
 
     A loss L(z_1, .. z_n) of what the model returned for each example is a sum over examples if and only if no
     derivative with respect to z_i depends on z_j. So the derivatives for one half of the examples are combined to a
-    number, with weights that tell them apart, and that number is differentiated with respect to the other half:
-    nothing may come out.
-
-    Args:
-        loss: A number that can be back-propagated; it still can afterwards.
-        outputs: What the model returned.
-        rows: The number of examples.
-        number: Which halves are taken: of numbers 0, 1, .. up to log2 of the rows, one tells any two examples apart.
+    number, with weights that tell them apart, and that number is differentiated with respect to the other half: nothing
+    may come out. The loss can still be back-propagated afterwards.
     """
     placed = [(edge, axes[0]) for edge in outputs if len(axes := _axes(_edge_shape(edge), rows)) == 1]
     if not placed:
@@ -92,18 +87,6 @@ def coupling_strength(loss: Tensor, outputs: Sequence[GradientEdge], rows: int, 
     return found / scale if found > 0.0 and math.isfinite(scale) else 0.0
 
 
-def _coupled_somehow(
-    ends: list[list[GradientEdge]],
-    nodes: list[tuple[Any, int]],
-    outputs: list[tuple[GradientEdge, int]],
-    ways: list[Tensor],
-) -> float:
-    try:
-        return _coupled(ends, nodes, outputs, ways)
-    except (RuntimeError, NotImplementedError):  # some functions can be differentiated but once
-        return max(_coupled_backwards(ends, outputs, half) for half in ways)
-
-
 def _coupled(
     ends: list[list[GradientEdge]],
     nodes: list[tuple[Any, int]],
@@ -116,22 +99,19 @@ def _coupled(
     """
     flat = [edge for edges in ends for edge in edges]
     probes = [_zeros(edge).requires_grad_() for edge in flat]
-    edges = [edge for edge, _ in outputs]
+    edges, axes = [edge for edge, _ in outputs], [axis for _, axis in outputs]
     back = torch.autograd.grad(flat, edges, probes, create_graph=True, allow_unused=True)
+    weighted = [
+        None if each is None or not each.requires_grad else each * distinct_numbers(each).to(each.dtype)
+        for each in back
+    ]
+    if all(each is None for each in weighted):
+        return 0.0
     largest = 0.0
     for half in ways:
         answers = []
         for which in (half, ~half):
-            moved = [
-                (gradient * distinct_numbers(gradient).to(gradient.dtype))
-                .index_select(axis, which.nonzero()[:, 0].to(gradient.device))
-                .sum()
-                for gradient, (_, axis) in zip(back, outputs, strict=True)
-                if gradient is not None and gradient.requires_grad
-            ]
-            if not moved:
-                return 0.0
-            total = torch.stack([each.double() for each in moved]).sum()
+            total = torch.stack([part.sum().double() for part in _parts(weighted, axes, which)]).sum()
             answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
         position = 0
         for (node, index), own in zip(nodes, ends, strict=True):
@@ -153,10 +133,7 @@ def _weaker_share(first: Tensor, second: Tensor) -> float:
 def _sizes(answers: Sequence[Tensor | None], fused: str) -> Tensor | None:
     """Return how strongly each term answers; what goes into a fused loss together is one term."""
     parts = [each for each in answers if each is not None]
-    if not parts:
-        return None
-    shapes = {part.shape for part in parts}
-    if len(shapes) > 1:
+    if len({part.shape for part in parts}) != 1:
         return None
     sizes = torch.stack([part.detach().abs().double() for part in parts]).sum(0)
     return sizes.flatten(1).sum(1) if fused.startswith(_BY_ROW) and sizes.dim() == 2 else sizes
@@ -174,9 +151,8 @@ def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[Gradi
             cotangent = _zeros(edge)
             cotangent[which.to(cotangent.device)] = 1.0
             cotangent *= distinct_numbers(cotangent)
-            back = torch.autograd.grad(
-                [edge], [each for each, _ in outputs], [cotangent], retain_graph=True, allow_unused=True
-            )
+            edges = [each for each, _ in outputs]
+            back = torch.autograd.grad([edge], edges, [cotangent], retain_graph=True, allow_unused=True)
             rows = [
                 gradient.detach().abs().double().movedim(axis, 0).flatten(1).sum(1)
                 for gradient, (_, axis) in zip(back, outputs, strict=True)

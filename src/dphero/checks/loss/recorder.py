@@ -37,29 +37,17 @@ class Watched(Tensor):
 
 @dataclass
 class Recorder:
-    """The calls that follow from one batch.
+    """The calls that follow from one batch."""
 
-    Attributes:
-        rows: The number of examples.
-        kind: The class of the tensors that are followed.
-        sources: Where they start.
-        calls: In the order in which they were made.
-        trouble: Why they cannot be repeated, if that is known already.
-        arrays: Whether the batch holds numbers that are no tensors.
-        earlier: Numbers of sources that hold values of an earlier batch.
-        in_place: Whether a tensor was changed in place.
-        generators: Random generators of the user's own that were drawn from.
-    """
-
-    rows: int
-    kind: type[Watched]
-    sources: list[Source] = field(default_factory=list)
-    calls: list[Call | ModelCall] = field(default_factory=list)
-    trouble: str = ""
-    arrays: bool = False
-    earlier: set[int] = field(default_factory=set)
-    in_place: bool = False
-    generators: list[torch.Generator] = field(default_factory=list)
+    rows: int  # the number of examples
+    kind: type[Watched]  # the class of the tensors that are followed
+    sources: list[Source] = field(default_factory=list)  # where they start
+    calls: list[Call | ModelCall] = field(default_factory=list)  # in the order in which they were made
+    trouble: str = ""  # why they cannot be repeated, if that is known already
+    arrays: bool = False  # whether the batch holds numbers that are no tensors
+    earlier: set[int] = field(default_factory=set)  # numbers of sources that hold values of an earlier batch
+    in_place: bool = False  # whether a tensor was changed in place
+    generators: list[torch.Generator] = field(default_factory=list)  # the user's own that were drawn from
     open: bool = True
     _count: int = 0
     _switched: list[Tensor] = field(default_factory=list)
@@ -107,15 +95,8 @@ class Recorder:
     def model(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """Note with what the model is called; for the model itself, tensors are ordinary ones."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.calls.append(
-                ModelCall(
-                    [
-                        each
-                        for each in leaves(map_values((args, kwargs), self._reference))
-                        if isinstance(each, Ref | Tensor)
-                    ]
-                )
-            )
+            noted = leaves(map_values((args, kwargs), self._reference))
+            self.calls.append(ModelCall([each for each in noted if isinstance(each, Ref | Tensor)]))
         with ordinary(args, kwargs):
             yield
 
@@ -246,14 +227,11 @@ def _torch_modes() -> Callable[[], AbstractContextManager[Any]]:
 def watched_class(
     announce: Callable[[Tensor, Tensor | None], None], recorder: Callable[[], Recorder | None] = lambda: None
 ) -> type[Watched]:
-    """Make the class of tensors whose ``backward`` is announced.
+    """Make the class of tensors that ``announce`` their ``backward``, with the gradient that was given.
 
-    Results become members of the class in place. A view of the result would do as well, but arithmetic in place on a
-    view (``loss /= 2``) hides in the graph which arithmetic it was.
-
-    Args:
-        announce: Called with a tensor that is about to be back-propagated, and with the gradient that was given.
-        recorder: Returns what writes down all calls on these tensors, while there is one.
+    While there is a recorder, it writes down all calls on these tensors. Results become members of the class in place.
+    A view of the result would do as well, but arithmetic in place on a view (``loss /= 2``) hides in the graph which
+    arithmetic it was.
     """
 
     class WatchedTensor(Watched):

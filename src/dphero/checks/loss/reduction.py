@@ -42,25 +42,16 @@ _PAIRS = {"Mm", "Cdist", "EuclideanDist"}
 
 
 class ReductionCheck:
-    """One walk through the graph of a loss.
-
-    Attributes:
-        divided_by_rows: Whether a sum is divided by the number of rows.
-        ignores_targets: Whether a cross entropy leaves out some targets, the same ones in every example.
-    """
+    """One walk through the graph of a loss."""
 
     def __init__(self, rows: int, declared: str) -> None:
         self._rows, self._declared = rows, declared
         self._in_model = False
-        self.divided_by_rows = False
-        self.ignores_targets = False
+        self.divided_by_rows = False  # whether a sum is divided by the number of rows
+        self.ignores_targets = False  # whether a cross entropy leaves out some targets, the same ones in every example
 
     def follow(self, loss: Any) -> None:
-        """Follow the nodes that no longer carry the batch, down to where it was summed or averaged.
-
-        Args:
-            loss: The last node of the graph.
-        """
+        """Follow the nodes that no longer carry the batch, from the last down to where it was summed or averaged."""
         todo: list[tuple[Any, tuple[float, ...], bool]] = [(loss, (), False)]
         while todo:  # with the constants that multiply a node above, and whether it is averaged above
             node, factors, averaged = todo.pop()
@@ -150,10 +141,8 @@ class ReductionCheck:
     def _check_scale(self, shape: tuple[int, ...], reduction: str, factors: tuple[float, ...]) -> None:
         """Refuse a loss that a ``GradScaler`` has scaled.
 
-        Args:
-            shape: Of what is summed or averaged. A factor that divides its size turns means over an example into sums.
-            reduction: ``"mean"`` or ``"sum"``.
-            factors: The constants that multiply it.
+        ``shape`` is that of what is summed or averaged: a factor that divides its size turns means over an example into
+        sums.
         """
         scales = [math.prod(factors), *factors]
         if reduction != self._declared:  # one of the factors is the number of rows, or its inverse
@@ -255,15 +244,7 @@ def _ignores_targets(node: Any) -> bool:
 
 
 def require_same_targets(loss: Any, rows: int) -> None:
-    """Refuse a mean over targets of which examples ignore different ones.
-
-    Args:
-        loss: The last node of the graph.
-        rows: The number of examples.
-
-    Raises:
-        ValueError: If the divisor depends on what the examples hold.
-    """
+    """Refuse a mean over targets of which examples ignore different ones: its divisor depends on what they hold."""
     todo, seen = [loss], 0
     while todo and seen < _MOST_NODES:
         node, seen = todo.pop(), seen + 1

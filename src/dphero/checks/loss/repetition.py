@@ -25,64 +25,47 @@ class _Failed:
 
 @dataclass
 class RepeatedPass:
-    """What one repetition gives.
-
-    Attributes:
-        loss: The loss.
-        gradients: At the outputs that have one, in the order of the sources.
-        inputs: What the model was called with, call by call.
-        orders: For each of these calls, which row of the first pass each row is.
-        python: What left torch, by the number of the call.
-    """
+    """What one repetition gives."""
 
     loss: Any
-    gradients: list[Tensor | None]
-    inputs: list[list[Any]]
-    orders: list[Tensor]
-    python: dict[int, Any]
+    gradients: list[Tensor | None]  # at the outputs that have one, in the order of the sources
+    inputs: list[list[Any]]  # what the model was called with, call by call
+    orders: list[Tensor]  # for each of these calls, which row of the first pass each row is
+    python: dict[int, Any]  # what left torch, by the number of the call
 
 
 class Repetition:
-    """Makes the calls of a recorder again, with other examples in place of some.
-
-    Args:
-        recorder: The calls.
-        target: The number of the loss.
-        gradient: What is back-propagated from it, if that was given.
-    """
+    """Makes the calls of a recorder again, with other examples in place of some, up to the loss (number ``target``)."""
 
     def __init__(self, recorder: Recorder, target: int, gradient: Tensor | None) -> None:
         self._recorder, self._target = recorder, target
         self._gradient = None if gradient is None else map_values(gradient, recorder._reference)
 
     def run(self, index: Tensor, plain: RepeatedPass | None) -> RepeatedPass | None:
-        """Make all calls again with other rows; ``None`` if they do not lead to the loss.
+        """Make all calls again with the examples of rows ``index``; ``None`` if they do not lead to the loss.
 
-        Args:
-            index: For each row, the row whose example is there.
-            plain: The pass in which nothing was replaced.
+        ``plain`` is the pass in which nothing was replaced.
         """
         recorder, values = self._recorder, {}
+        found = RepeatedPass(None, [], [], [], {})
         starts: list[Tensor] = []
         returned = {source.number for call in recorder.calls if isinstance(call, ModelCall) for source in call.outputs}
         for source in recorder.sources:
             if source.number not in returned:
                 values[source.number] = self._start(source, index, starts)
-        inputs: list[list[Any]] = []
-        orders: list[Tensor] = []
-        python: dict[int, Any] = {}
         with generators_restored(recorder.generators):
             for place, call in enumerate(recorder.calls):
                 if isinstance(call, ModelCall):
-                    inputs.append([_value(values, each) for each in call.inputs])
-                    before = inputs[-1] if plain is None else plain.inputs[len(inputs) - 1]
-                    orders.append(_order(before, inputs[-1], index))
+                    inputs = [_value(values, each) for each in call.inputs]
+                    order = _order(inputs if plain is None else plain.inputs[len(found.inputs)], inputs, index)
+                    found.inputs.append(inputs)
+                    found.orders.append(order)
                     for source in call.outputs:
-                        values[source.number] = self._start(source, orders[-1].clamp(min=0), starts)
+                        values[source.number] = self._start(source, order.clamp(min=0), starts)
                 else:
-                    self._make(call, place, values, python)
+                    self._make(call, place, values, found.python)
             try:
-                return self._finish(values, starts, inputs, orders, python)
+                return found if self._finish(found, values, starts) else None
             except (RuntimeError, ValueError, TypeError):
                 return None
 
@@ -114,23 +97,15 @@ class Repetition:
         if isinstance(result, _Failed):
             values |= {number: result for number in call.changes}
 
-    def _finish(
-        self,
-        values: dict[int, Any],
-        starts: list[Tensor],
-        inputs: list[list[Any]],
-        orders: list[Tensor],
-        python: dict[int, Any],
-    ) -> RepeatedPass | None:
-        loss = values.get(self._target)
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return None
-        given = _value(values, self._gradient)
-        if given is None and loss.numel() > 1:
-            return None
+    def _finish(self, found: RepeatedPass, values: dict[int, Any], starts: list[Tensor]) -> bool:
+        """Fill in the loss and its gradients; return whether there are any."""
+        loss, given = values.get(self._target), _value(values, self._gradient)
+        if not isinstance(loss, Tensor) or not loss.requires_grad or (given is None and loss.numel() > 1):
+            return False
         with torch.enable_grad():
-            found = torch.autograd.grad(loss, starts, given, allow_unused=True)
-        return RepeatedPass(loss.detach(), list(found), inputs, orders, python)
+            found.gradients = list(torch.autograd.grad(loss, starts, given, allow_unused=True))
+        found.loss = loss.detach()
+        return True
 
 
 def _take(source: Source, index: Tensor) -> Tensor:

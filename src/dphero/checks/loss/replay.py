@@ -43,32 +43,19 @@ _UNEVEN = {"_standard_gamma", "poisson", "binomial", "_sample_dirichlet", "geome
 
 @dataclass(frozen=True)
 class Findings:
-    """What could not be found out about a loss.
+    """What could not be found out about a loss."""
 
-    Attributes:
-        notes: Sentences for the statement.
-        constants: What entered the loss from outside torch, if something of the batch had left it before.
-    """
-
-    notes: list[str]
-    constants: Constants | None = None
+    notes: list[str]  # sentences for the statement
+    constants: Constants | None = None  # what entered from outside torch, if something of the batch had left it before
 
 
 def compare_losses(
     recorder: Recorder, loss: Tensor, gradient: Tensor | None, actual: list[Tensor | None] | None, number: int
 ) -> Findings:
-    """Compute the loss again with other examples.
+    """Compute the loss again with other examples, chosen by ``number``; return what could not be found out.
 
-    Args:
-        recorder: The calls that led to the loss.
-        loss: The loss.
-        gradient: What is back-propagated from it, if that was given.
-        actual: Its gradients at the model's outputs, in the order of the sources that have a place in the graph;
-            ``None`` if it is not known.
-        number: Which examples are replaced.
-
-    Returns:
-        What could not be found out.
+    ``actual`` are the gradients of the loss at the model's outputs, in the order of the sources that have a place in
+    the graph; ``None`` if they are not known.
 
     Raises:
         ValueError: If examples change the gradients of others.
@@ -164,13 +151,9 @@ def _compare(recorder: Recorder, plain: RepeatedPass, other: RepeatedPass, index
 
 
 def _change(first: Tensor, second: Tensor, order: Tensor, which: Tensor) -> float:
-    """Return by how much rows have changed, relative to their size; 0 if that is rounding.
+    """Return by how much rows ``which`` have changed, relative to their size; 0 if that is rounding.
 
-    Args:
-        first: Before.
-        second: After some examples were replaced.
-        order: For each row of ``second``, which row of ``first`` it is.
-        which: The rows of ``second`` to look at.
+    ``order`` says, for each row of ``second``, which row of ``first`` it is.
     """
     rows = len(order)
     axis = axis_of_rows(first, rows)

@@ -71,17 +71,11 @@ def ancestors(recorder: Recorder, target: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Constants:
-    """What enters a loss from outside torch, in the order in which it does.
+    """What enters a loss from outside torch, in the order in which it does."""
 
-    Attributes:
-        rows: The number of examples.
-        names: The functions that were called.
-        values: The numbers, and marks of the tensors, among their arguments.
-    """
-
-    rows: int
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
+    rows: int  # the number of examples
+    names: tuple[str, ...]  # the functions that were called
+    values: tuple[Any, ...]  # the numbers, and marks of the tensors, among their arguments
 
     def differ(self, other: Constants) -> bool:
         """Whether they are others than in another batch; what follows from the number of rows counts as the same."""
