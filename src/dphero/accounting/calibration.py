@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 from dphero import _checks as checks
@@ -61,20 +60,13 @@ def calibrate_noise_multiplier(
     others = Ledger() if besides is None else besides
 
     def cost(noise_multiplier: float, coarse: bool) -> float:
-        ledger = others.copy()
-        ledger.record(PoissonGaussian(sample_rate, noise_multiplier), steps)
-        return price(ledger, delta, accountant, coarse=coarse).epsilon
+        planned = others.with_event(PoissonGaussian(sample_rate, noise_multiplier), steps)
+        return price(planned, delta, accountant, coarse=coarse).epsilon
 
     ratio = (gaussian_mu(epsilon, delta) / sample_rate) ** 2 / steps
     guess = (1 / math.log1p(ratio)) ** 0.5
-    found = safe_value(
-        stages(cost, accountant),
-        epsilon,
-        guess,
-        safest=MOST_NOISE,
-        riskiest=LEAST_NOISE,
-        tolerance=_TOLERANCE,
-    )
+    ends = {"safest": MOST_NOISE, "riskiest": LEAST_NOISE}
+    found = safe_value(stages(cost, accountant), epsilon, guess, **ends, tolerance=_TOLERANCE)
     if found is None:
         best = cost(MOST_NOISE, False)
         rest = f", {others.steps} other releases included" if others.steps else ""
@@ -91,25 +83,15 @@ def calibrate_sample_rate(
 ) -> float:
     """The largest Poisson sample rate with which ``steps`` steps at this noise stay within (epsilon, delta).
 
-    Guarantee:
-        As ``calibrate_noise_multiplier``; 1.0 is returned when even the whole data set in every step is
-        affordable.
-
-    Args:
-        epsilon: The privacy loss allowed.
-        delta: The probability left out of account.
-        noise_multiplier: The noise of each step.
-        steps: How many releases are planned, at least 1.
-        accountant: How to price.
-
-    Raises:
-        CalibrationError: If the target cannot be reached.
+    Arguments, guarantee and errors are those of ``calibrate_noise_multiplier``; 1.0 is returned when even the whole
+    data set in every step is affordable.
     """
     epsilon, delta = checks.epsilon(epsilon), checks.delta(delta)
     noise_multiplier, steps = checks.noise_multiplier(noise_multiplier), checks.whole("steps", steps, least=1)
 
     def cost(sample_rate: float, coarse: bool) -> float:
-        return _epsilon(sample_rate, noise_multiplier, steps, delta, accountant, coarse)
+        planned = Ledger().with_event(PoissonGaussian(sample_rate, noise_multiplier), steps)
+        return price(planned, delta, accountant, coarse=coarse).epsilon
 
     guess = gaussian_mu(epsilon, delta) / (_unsampled_mu(noise_multiplier) * math.sqrt(steps))
     found = safe_value(stages(cost, accountant), epsilon, guess, safest=LEAST_RATE, riskiest=1.0, tolerance=_TOLERANCE)
@@ -128,16 +110,11 @@ def calibrate_steps(
 ) -> int:
     """The largest number of Poisson Gaussian steps within (epsilon, delta).
 
+    Arguments as those of ``calibrate_noise_multiplier``.
+
     Guarantee:
         Exact on the fine grid: the result costs at most ``epsilon``, one step more costs more (or would pass
         ``MAX_STEPS``, where the search ends).
-
-    Args:
-        epsilon: The privacy loss allowed.
-        delta: The probability left out of account.
-        sample_rate: The probability with which an example enters a lot; 1 for no sampling.
-        noise_multiplier: The noise of each step.
-        accountant: How to price.
 
     Raises:
         CalibrationError: If not even one step is affordable.
@@ -146,7 +123,7 @@ def calibrate_steps(
     event = PoissonGaussian(sample_rate, noise_multiplier)
 
     def cost(steps: int, coarse: bool) -> float:
-        return _epsilon(event.sample_rate, event.noise_multiplier, steps, delta, accountant, coarse)
+        return price(Ledger().with_event(event, steps), delta, accountant, coarse=coarse).epsilon
 
     mu = event.sample_rate * _unsampled_mu(event.noise_multiplier)
     guess = int(min((gaussian_mu(epsilon, delta) / mu) ** 2, MAX_STEPS))
@@ -165,20 +142,9 @@ def stages(cost: Callable[[_Number, bool], float], accountant: str) -> list[Call
 
     A coarse price is never below the fine one, so what is safe on the coarse grid is safe.
     """
-    coarse, fine = partial(_on_grid, cost, True), partial(_on_grid, cost, False)
-    return [coarse, fine] if accountant == "pld" else [fine]
-
-
-def _on_grid(cost: Callable[[_Number, bool], float], coarse: bool, value: _Number) -> float:
-    return cost(value, coarse)
-
-
-def _epsilon(
-    sample_rate: float, noise_multiplier: float, steps: int, delta: float, accountant: str, coarse: bool
-) -> float:
-    ledger = Ledger()
-    ledger.record(PoissonGaussian(sample_rate, noise_multiplier), steps)
-    return price(ledger, delta, accountant, coarse=coarse).epsilon
+    if accountant != "pld":
+        return [lambda value: cost(value, False)]
+    return [lambda value: cost(value, True), lambda value: cost(value, False)]
 
 
 def _unsampled_mu(noise_multiplier: float) -> float:

@@ -42,19 +42,12 @@ class Price:
 
 @dataclass(frozen=True)
 class Query:
-    """What an accountant is asked.
+    """What an accountant is asked."""
 
-    Attributes:
-        charges: The events to pay for, and how many of each.
-        delta: The probability left out of account.
-        coarse: Whether a coarser, quicker bound will do.
-        filter_order: The Rényi order that was fixed before the run.
-    """
-
-    charges: Mapping[Event, int]
-    delta: float
-    coarse: bool = False
-    filter_order: float = DEFAULT_FILTER_ORDER
+    charges: Mapping[Event, int]  # the events to pay for, and how many of each
+    delta: float  # the probability left out of account
+    coarse: bool = False  # whether a coarser, quicker bound will do
+    filter_order: float = DEFAULT_FILTER_ORDER  # the Rényi order that was fixed before the run
 
     def refuse_adaptive(self, accountant: str) -> None:
         """Raise ``UnpriceableError`` if a noise multiplier was chosen from earlier outputs."""

@@ -57,9 +57,8 @@ def split(charges: Mapping[Event, int]) -> tuple[float, dict[Event, int]]:
 def compose(charges: Mapping[Event, int], mu: float, delta: float, *, coarse: bool = False) -> Composed:
     """Compose at least one release with each other and with mu-Gaussian privacy, to be read at ``delta``.
 
-    Returns:
-        The distribution of the privacy losses, rounded pessimistically, and what the FFT's rounding leaves of delta;
-        ``None`` where floating point has no digits left.
+    Returned are the distribution of the privacy losses, rounded pessimistically, and what the FFT's rounding leaves of
+    delta; ``None`` where floating point has no digits left.
     """
     return _few(charges, mu, coarse, delta) if len(charges) <= _FEW else _many(charges, mu, coarse, delta)
 

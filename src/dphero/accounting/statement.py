@@ -133,18 +133,10 @@ def statement(
     notes: Iterable[str] = (),
     filter_order: float = DEFAULT_FILTER_ORDER,
 ) -> Statement:
-    """State what the releases in ``ledger`` promise, and what not.
+    """State what the releases in ``ledger`` promise, and what not; they are priced as by ``price``.
 
-    Args:
-        ledger: What was released.
-        delta: The probability left out of account.
-        unit: What one record of the data stands for.
-        accountant: How to price; ``filter`` for adaptive events.
-        notes: Further remarks. One that contains "unsound as published" labels the whole statement so.
-        filter_order: The order of ``filter``, fixed before the run.
-
-    Raises:
-        UnpriceableError: If the accountant cannot price an event.
+    ``unit`` is what one record of the data stands for. A note that contains "unsound as published" labels the whole
+    statement so.
     """
     notes = tuple(notes)
     unsound = any(UNSOUND_AS_PUBLISHED in note.lower() for note in notes)

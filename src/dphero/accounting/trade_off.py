@@ -58,14 +58,9 @@ def trade_off(
     """Return what an attacker could gain from the releases in a ledger.
 
     ``pld`` gives the exact curve: ``Phi(Phi^-1(a) + mu)`` for Gaussians without sampling, otherwise the
-    likelihood-ratio test on the composed privacy losses, whose grid rounds pessimistically. Of other accountants, the
-    best of the prices at many delta is taken: ``min_delta e^epsilon(delta) a + delta``.
-
-    Args:
-        ledger: What was released.
-        accountant: How to price it.
-        coarse: Let ``pld`` use its coarse grid: in the third digit at most.
-        filter_order: The order of accountant ``filter``.
+    likelihood-ratio test on the composed privacy losses, whose grid rounds pessimistically (by default the coarse one,
+    which differs in the third digit at most). Of other accountants, the best of the prices at many delta is taken:
+    ``min_delta e^epsilon(delta) a + delta``.
 
     Raises:
         UnpriceableError: If the accountant cannot price an event.

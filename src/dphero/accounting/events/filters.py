@@ -82,7 +82,6 @@ class ShuffledFilter(Event, kind="shuffled_filter"):
         self._set(rho=rho)
 
     def zcdp(self) -> float | None:
-        """``rho``."""
         return self.rho
 
 

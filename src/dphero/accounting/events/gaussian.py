@@ -26,7 +26,6 @@ class NoNoise(Event, kind="no_noise"):
     sampling: ClassVar[str] = "How examples were chosen does not matter: nothing is protected."
 
     def mu_squared(self) -> float | None:
-        """Infinite."""
         return math.inf
 
 
@@ -47,11 +46,9 @@ class Gaussian(Event, kind="gaussian"):
         self._set(noise_multiplier=checks.noise_multiplier(self.noise_multiplier))
 
     def mu_squared(self) -> float | None:
-        """``1 / sigma^2``."""
         return self.noise_multiplier**-2
 
     def to_dp_event(self) -> DpEvent | None:
-        """A ``GaussianDpEvent``."""
         return GaussianDpEvent(self.noise_multiplier)
 
 
@@ -93,19 +90,15 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
         return self.noise_multiplier**-2 / 2
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """The divergences of the Poisson-sampled Gaussian; infinite without noise."""
         return poisson_gaussian_rdp(self.sample_rate, self.noise_multiplier, orders)
 
     def pld(self, interval: float) -> PrivacyLossDistribution | None:
-        """The cached distribution of one release."""
         return poisson_gaussian_pld(self.sample_rate, self.noise_multiplier, interval)
 
     def sampled_gaussian(self) -> tuple[float, float] | None:
-        """Its rate and noise multiplier, if anything is sampled."""
         return (self.sample_rate, self.noise_multiplier) if self.is_sampled else None
 
     def to_dp_event(self) -> DpEvent | None:
-        """A ``PoissonSampledDpEvent`` of a ``GaussianDpEvent``."""
         return PoissonSampledDpEvent(self.sample_rate, GaussianDpEvent(self.noise_multiplier))
 
 
@@ -153,11 +146,9 @@ class ShuffledGaussian(Event, kind="shuffled_gaussian"):
             )
 
     def mu_squared(self) -> float | None:
-        """``1 / sigma^2``."""
         return self.noise_multiplier**-2
 
     def to_dp_event(self) -> DpEvent | None:
-        """A ``GaussianDpEvent``."""
         return GaussianDpEvent(self.noise_multiplier)
 
 
@@ -183,5 +174,4 @@ class AdaptiveGaussian(Event, kind="adaptive_gaussian"):
         )
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
-        """The divergences of the Poisson-sampled Gaussian; infinite without noise."""
         return poisson_gaussian_rdp(self.sample_rate, self.noise_multiplier, orders)

@@ -51,7 +51,6 @@ class RandomisedLabels(Event, kind="randomised_labels"):
         return {cls(max(totals.values()), part=0): 1} if totals else {}
 
     def pure_epsilon(self) -> float | None:
-        """``epsilon``."""
         return self.epsilon
 
     def zcdp(self) -> float | None:

@@ -38,13 +38,10 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The exact epsilon of mu-Gaussian differential privacy at ``delta``.
+    """The exact epsilon of mu-Gaussian differential privacy at ``delta``: the inverse of ``gaussian_delta``.
 
-    Solves ``gaussian_delta(mu, epsilon) = delta`` by bisection, starting from the zCDP bound
-    ``mu^2/2 + mu sqrt(2 ln(1/delta))``.
-
-    Guarantee:
-        The upper end of the last bracket is returned: the value errs, by rounding alone, on the safe side.
+    By bisection, starting from the zCDP bound ``mu^2/2 + mu sqrt(2 ln(1/delta))``. The upper end of the last bracket is
+    returned: the value errs, by rounding alone, on the safe side.
     """
     if mu == 0:
         return 0.0
@@ -159,12 +156,9 @@ def poisson_gaussian_deltas(
 def poisson_gaussian_pld(sample_rate: float, noise_multiplier: float, interval: float) -> PrivacyLossDistribution:
     """The privacy-loss distribution of one Poisson-sampled Gaussian release, for ``sample_rate < 1``.
 
-    The same numbers as dp_accounting's ``from_gaussian_mechanism``, whose divergences are computed one by one
-    in Python; here they are computed in one sweep, about ten times faster.
-
-    Guarantee:
-        Connect-the-dots rounding: at every epsilon the divergence is at least the true one, also after
-        composition.
+    The same numbers as dp_accounting's ``from_gaussian_mechanism``, whose divergences are computed one by one in
+    Python; here they are computed in one sweep, about ten times faster. By connect-the-dots rounding, the divergence at
+    every epsilon is at least the true one, also after composition.
     """
 
     def one_direction(adjacency: AdjacencyType) -> PLDPmf:
@@ -185,13 +179,11 @@ def poisson_gaussian_masses(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:
     """One direction of ``poisson_gaussian_pld`` on fewer points: large losses are 1/400 of themselves apart.
 
-    Guarantee:
-        As there. The straight lines (in ``e^epsilon``) between the divergences at any set of points lie on or above
-        the true ones (Doroshenko and others 2022, "Connect the Dots"). With gaps ``a`` below and ``b`` above, the mass
-        of loss ``i`` is ``(delta_(i+1) - delta_i) / (e^b - 1) - (delta_i - delta_(i-1)) / (1 - e^-a)``.
+    Returned are the losses as multiples of the interval, their masses, and the mass of the infinite loss.
 
-    Returns:
-        The losses as multiples of the interval, their masses, and the mass of the infinite loss.
+    The straight lines (in ``e^epsilon``) between the divergences at any set of points lie on or above the true ones
+    (Doroshenko and others 2022, "Connect the Dots"). With gaps ``a`` below and ``b`` above, the mass of loss ``i`` is
+    ``(delta_(i+1) - delta_i) / (e^b - 1) - (delta_i - delta_(i-1)) / (1 - e^-a)``.
     """
     # ln(1 - q + q exp((2x-1) / (2 s^2))) at nine deviations beyond either mean: 1e-19 of the mass lies outside
     reach = 9 / noise_multiplier + 0.5 / noise_multiplier**2

@@ -55,19 +55,12 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Product:
-    """The composition of ``releases``, whatever the window; the first axis is the direction, removed or added.
+    """The composition of ``releases``, whatever the window; the first axis is the direction, removed or added."""
 
-    Attributes:
-        releases: What was composed.
-        spectra: The Fourier transforms of the masses.
-        log_finite: ``ln`` of the probability that no loss is infinite.
-        log_moments: ``ln E[exp(slope * loss)]`` at every slope.
-    """
-
-    releases: dict[tuple[float, float], int]
-    spectra: NDArray[np.complex128]
-    log_finite: NDArray[np.float64]
-    log_moments: NDArray[np.float64]
+    releases: dict[tuple[float, float], int]  # what was composed
+    spectra: NDArray[np.complex128]  # the Fourier transforms of the masses
+    log_finite: NDArray[np.float64]  # ln of the probability that no loss is infinite
+    log_moments: NDArray[np.float64]  # ln E[exp(slope * loss)] at every slope
 
 
 _Key = tuple[Grid, tuple[float, bool] | None]
@@ -114,15 +107,9 @@ remembered = _Remembered()
 
 
 def compose_many(releases: Releases, delta: float, *, coarse: bool = False) -> tuple[float, PrivacyLossDistribution]:
-    """Compose many different Poisson-sampled Gaussian releases.
+    """Compose many different Poisson-sampled Gaussian releases, to be read at ``delta``: a millionth of it is cut off.
 
-    Args:
-        releases: What was released.
-        delta: Where the distribution will be read; what is cut off is a millionth of it.
-        coarse: Use half as many points.
-
-    Returns:
-        The interval of the grid, and the pessimistic distribution on it.
+    Returned are the interval of the grid (half as many points if ``coarse``), and the pessimistic distribution on it.
     """
     parts = mixtures(list(releases), max(_NODES, len(releases) // 20))
     counts = np.fromiter(releases.values(), dtype=np.float64, count=len(releases))

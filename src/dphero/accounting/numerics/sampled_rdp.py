@@ -24,15 +24,10 @@ from scipy.special import gammaln, logsumexp
 
 
 def poisson_divergence(sample_rate: float, log_moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The Rényi divergence, at the whole order ``a``, of a Poisson-sampled release.
+    """The Rényi divergence, at the whole order ``a``, of a Poisson-sampled release; the larger of both directions.
 
-    Args:
-        sample_rate: ``q``.
-        log_moments: Upper bounds on ``ln E_Q[(P/Q)^k]`` for ``k = 0 ... a`` along the last axis (0 for the first two);
-            infinite where there is none.
-
-    Returns:
-        One divergence for each row of moments; the larger of the two directions for symmetric noise.
+    One for each row of ``log_moments``: upper bounds on ``ln E_Q[(P/Q)^k]`` for ``k = 0 ... a`` along the last axis (0
+    for the first two), infinite where there is none.
     """
     order = log_moments.shape[-1] - 1
     assert order >= 2

@@ -53,18 +53,13 @@ class _Bracket:
 def largest_count(
     costs: Sequence[Callable[[int], float]], target: float, guess: int, limit: int, before: int = 0
 ) -> int:
-    """The largest whole number in [0, limit] whose cost is at most ``target``.
+    """The largest whole number in [0, limit] whose cost is at most ``target``; ``guess`` is where to look first.
+
+    The cost is taken to be smooth in the logarithm of the count and of what was counted ``before``, together.
 
     Guarantee:
         Exact if the last cost function does not fall as the count grows: ``cost(n) <= target < cost(n + 1)``,
         both evaluated. Nothing is evaluated at 0, which is taken to be safe.
-
-    Args:
-        costs: What a count costs, in rising precision; the last one decides.
-        target: The cost allowed.
-        guess: Where to look first.
-        limit: The largest count of interest.
-        before: What was counted before; the cost is taken to be smooth in the logarithm of the sum.
     """
     elasticity = _SQUARE_ROOT_LAW
     safe = guess
@@ -96,20 +91,12 @@ def safe_value(
 ) -> float | None:
     """A value between ``safest`` and ``riskiest`` whose cost is at most ``target``, and close below it.
 
+    Costs grow from ``safest`` to ``riskiest``, both positive; either may be the smaller number. ``None`` is returned if
+    even ``safest`` costs more than the target.
+
     Guarantee:
         The last cost function was evaluated at what is returned and is at most ``target`` there; it is at
         least ``(1 - tolerance)`` of it unless the value is ``riskiest`` itself or the cost jumps.
-
-    Args:
-        costs: What a value costs, in rising precision; monotone, growing from ``safest`` to ``riskiest``.
-        target: The cost allowed.
-        guess: Where to look first.
-        safest: One end, positive.
-        riskiest: The other end, positive; it may be the smaller number.
-        tolerance: How far below the target the cost may stay, as a share of it.
-
-    Returns:
-        The value, or ``None`` if even ``safest`` costs more than the target.
     """
     elasticity = _SQUARE_ROOT_LAW
     found: float | None = None
