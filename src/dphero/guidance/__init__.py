@@ -34,13 +34,12 @@ _NAMED: dict[str, Callable[[], Guidance]] = {"isotropic": Isotropic, "pca": PCA,
 def resolve(guidance: str | Guidance) -> Guidance:
     """Returns the guidance of that name with its default settings, or the guidance given.
 
-    Args:
-        guidance: "isotropic" (DP-SGD), "pca" (the weights), "history" (past noisy gradients), or an object
-            that keeps the `Guidance` contract, such as a `Prior`.
+    Names are "isotropic" (DP-SGD), "pca" (the weights) and "history" (past noisy gradients); a `Prior` has no name, for
+    it has to know the network.
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for anything else.
+        TypeError: for anything that does not keep the `Guidance` contract.
     """
     if guidance == "prior":
         raise ValueError(

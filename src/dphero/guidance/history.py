@@ -12,7 +12,7 @@ from dphero._checks import one_of
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import second_moments as moments
 from dphero.guidance import spectra
-from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
+from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, settings, share_rows
 from dphero.guidance.second_moments import Average, Moment
 
 
@@ -116,8 +116,7 @@ class History:
         for block, _ in plan:
             spectrum = self._moments[block.name].spectrum(block.name)
             found.append(replace(spectrum, copies=block.value.numel() // spectrum.size))
-        groups = [found] if self.scope == "model" else [[spectrum] for spectrum in found]
-        made = [factor for group in groups for factor in spectra.factors(group, self.exponent, self.floor)]
+        made = spectra.factors(found, self.scope, self.exponent, self.floor)
         sides = {None: "flat", "rows": "left", "columns": "right"}
         geometries = {
             block.name: Geometry(tuple(block.value.shape), **{sides[axis]: factor})
@@ -128,25 +127,19 @@ class History:
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings and the averages."""
         return {
-            "settings": self._settings(),
+            "settings": settings(self),
             "moments": {name: moment.state() for name, moment in self._moments.items()},
             "means": {name: mean.state() for name, mean in self._means.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a History of the same settings."""
-        same_settings(self._settings(), state.get("settings"))
-        self._moments, self._means = {}, {}
-        for name, saved in state["moments"].items():
-            moment = moments.moment(saved["kind"], self.decay, saved["axis"], self.components)
-            moment.count, moment.tensors = saved["count"], dict(saved["tensors"])
-            self._moments[name] = moment
-        for name, saved in state["means"].items():
-            self._means[name] = Average(self.mean_decay)
-            self._means[name].count, self._means[name].tensors = saved["count"], dict(saved["tensors"])
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        same_settings(self, state.get("settings"))
+        self._moments = {
+            name: moments.moment(saved["kind"], self.decay, saved["axis"], self.components).loaded(saved)
+            for name, saved in state["moments"].items()
+        }
+        self._means = {name: Average(self.mean_decay).loaded(saved) for name, saved in state["means"].items()}
 
     def _plan(self, released: Released) -> list[tuple[Block, Axis | None]]:
         """Returns the blocks with a moment of their own, each with its axis; None is the flattened block."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from dphero._checks import one_of
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import spectra
-from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, share_rows
+from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, settings, share_rows
 from dphero.guidance.subspace import Start
 
 THEOREM_2 = 1.0
@@ -108,8 +108,7 @@ class PCA:
             axes = self._axes(released, side)
             search = begun[side] if side in begun else self._search(axes)
             spectrums = self._spectra(axes, search)
-            groups = [spectrums] if self.scope == "model" else [[s] for s in spectrums]
-            made = [each for group in groups for each in spectra.factors(group, self.exponent, self.floor, self.bare)]
+            made = spectra.factors(spectrums, self.scope, self.exponent, self.floor, self.bare)
             for (block, axis), factor in zip(axes, made, strict=True):
                 found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
         shapes = {block.name: tuple(block.value.shape) for block in released.blocks}
@@ -120,17 +119,14 @@ class PCA:
 
         What `prepare` has begun is not among it: the weights that it decomposes are still the same.
         """
-        return {"settings": self._settings(), "starts": {name: tuple(start) for name, start in self._starts.items()}}
+        return {"settings": settings(self), "starts": {name: tuple(start) for name, start in self._starts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a PCA of the same settings."""
-        same_settings(self._settings(), state.get("settings"))
+        same_settings(self, state.get("settings"))
         # Older checkpoints have others, of no use here: then iterations start anew.
         self._starts = {name: Start(*start) for name, start in state.get("starts", {}).items()}
         self._begun.clear()
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def _sides(self) -> tuple[str, ...]:
@@ -172,12 +168,8 @@ def spectrum(weight: Tensor, features: Axis = "rows", centred: bool = False) -> 
     """Returns the raw spectrum of a weight along its feature axis, largest first, in float64.
 
     By singular values, so that small eigenvalues are right; those below rounding error are exactly 0, so that
-    `spectrum(w)[-1] == 0` says that the published recipe, having no floor, leaves a direction without noise.
-
-    Args:
-        weight: a parameter of two or more axes.
-        features: the axis of its matrix view.
-        centred: subtract the mean over the other axis first.
+    `spectrum(w)[-1] == 0` says that the published recipe, having no floor, leaves a direction without noise. With
+    `centred`, the mean over the other axis is subtracted first.
     """
     matrix = as_matrix(weight.detach(), features).double()
     singular = torch.linalg.svdvals(_centred(matrix) if centred else matrix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,15 +22,10 @@ from dphero.guidance.base import Axis, as_matrix
 
 @dataclass(frozen=True)
 class Noise:
-    """The covariance N of unit noise coloured by a geometry, averaged over the columns of a matrix view.
+    """The covariance N of unit noise coloured by a geometry, averaged over the columns of a matrix view."""
 
-    Attributes:
-        root: Y -> N^(1/2) Y up to a rotation, for Y of k rows: (root Y)^T (root Y) = Y^T N Y.
-        trace: the trace of N.
-    """
-
-    root: Callable[[Tensor], Tensor]
-    trace: float
+    root: Callable[[Tensor], Tensor]  # y -> N^(1/2) Y up to a rotation, for Y of k rows: (root Y)^T (root Y) = Y^T N Y
+    trace: float  # the trace of N
 
 
 def flat_variance(geometry: Geometry | None, like: Tensor) -> Tensor:
@@ -110,9 +105,14 @@ class Average:
         return squares / self.weight**2
 
     def state(self) -> dict[str, Any]:
-        """Returns what its kind, `count` and `tensors` were."""
+        """Returns its kind, `count` and `tensors`."""
         axis = getattr(self, "axis", None)
         return {"kind": type(self).__name__, "axis": axis, "count": self.count, "tensors": dict(self.tensors)}
+
+    def loaded(self, saved: dict[str, Any]) -> Self:
+        """Takes up what `state` returned."""
+        self.count, self.tensors = saved["count"], dict(saved["tensors"])
+        return self
 
 
 class DiagonalMoment(Average):
@@ -198,11 +198,8 @@ class LeadingMoment(Average):
         """Returns the leading eigenvalues, none negative, and the mean of the rest."""
         basis = self.tensors["basis"][:, : self.components]
         values = self.mean()[: self.components].cpu().double().clamp_min(0.0)
-        count, left = (
-            len(basis) - len(values),
-            float(self.tensors["total"]) / self.weight - float(values.sum()),
-        )
-        rest = max(left, 0.0) / count
+        count = len(basis) - len(values)
+        rest = max(float(self.tensors["total"]) / self.weight - float(values.sum()), 0.0) / count
         return spectra.Spectrum(name, values, basis, len(basis), float(values.sum()) + count * rest, rest)
 
 

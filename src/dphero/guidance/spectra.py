@@ -34,27 +34,16 @@ _FEW = 128  # rows of a matrix up to which it is decomposed in float64: that tak
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What is known of a symmetric positive semidefinite `size x size` matrix.
+    """What is known of a symmetric positive semidefinite `size x size` matrix."""
 
-    Attributes:
-        name: whose it is, for error messages.
-        values: (r,) the resolved eigenvalues, never negative.
-        basis: (size, r) their eigenvectors; None for the coordinate axes.
-        size: k.
-        total: the trace, resolved or not.
-        rest: the value given to each of the size - r directions not resolved.
-        copies: how many times the spectrum counts in a normalisation with others.
-        defect: how far basis^T basis is from I at most, where that is known.
-    """
-
-    name: str
-    values: Tensor
-    basis: Tensor | None
-    size: int
-    total: float
-    rest: float = 0.0
-    copies: int = 1
-    defect: float | None = None
+    name: str  # whose it is, for error messages
+    values: Tensor  # (r,) the resolved eigenvalues, never negative
+    basis: Tensor | None  # (size, r) their eigenvectors; None for the coordinate axes
+    size: int  # k
+    total: float  # the trace, resolved or not
+    rest: float = 0.0  # the value given to each of the size - r directions not resolved
+    copies: int = 1  # how many times the spectrum counts in a normalisation with others
+    defect: float | None = None  # how far basis^T basis is from I at most, where that is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +71,9 @@ class Wanted:
 class Search:
     """Finds spectra: what a device does is under way from the start, all else is done by `begin` or by `results`.
 
-    The values by iteration are those of Rayleigh and Ritz (see :mod:`dphero.guidance.subspace`), and the directions
-    not resolved get the exact mean of what is left, (||M||_F^2 - sum theta) / (k - r). Deterministic: the first basis
-    comes from a generator of its own.
-
-    All small matrices are decomposed on the CPU, where that is fastest.
+    The values by iteration are those of Rayleigh and Ritz (see :mod:`dphero.guidance.subspace`), and the directions not
+    resolved get the exact mean of what is left, (||M||_F^2 - sum theta) / (k - r). Deterministic: the first basis comes
+    from a generator of its own. All small matrices are decomposed on the CPU, where that is fastest.
     """
 
     def __init__(self, wanted: Sequence[Wanted]):
@@ -180,8 +167,8 @@ def limited(spectrum: Spectrum, rank: int) -> Spectrum:
     return replace(spectrum, values=values[:rank], basis=basis, rest=0.0)
 
 
-def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bool = False) -> list[Factor]:
-    """Applies the rule of this module to spectra normalised together: one mean lambda, one sum of v^2.
+def factors(spectra: Sequence[Spectrum], scope: str, exponent: float, floor: float, bare: bool = False) -> list[Factor]:
+    """Applies the rule of this module to spectra: to each alone ("layer"), or to all together ("model").
 
     With `bare`, directions may be left without any noise (a positive exponent and floor 0 where a weight is rank
     deficient): a :class:`~dphero.geometry.dense.Singular` factor.
@@ -189,6 +176,12 @@ def factors(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bo
     Raises:
         ValueError: where a scale would be zero or infinite, which only a floor of 0 can bring about.
     """
+    groups = [spectra] if scope == "model" else [[spectrum] for spectrum in spectra]
+    return [factor for group in groups for factor in _together(group, exponent, floor, bare)]
+
+
+def _together(spectra: Sequence[Spectrum], exponent: float, floor: float, bare: bool) -> list[Factor]:
+    """Normalises spectra together: one mean lambda, one sum of v^2."""
     count = sum(s.copies * s.size for s in spectra)
     mean = sum(s.copies * s.total for s in spectra) / count if spectra else 0.0
     raised = []

@@ -42,51 +42,30 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ritz:
-    """What an iteration found.
+    """What an iteration found."""
 
-    Attributes:
-        values: (columns,) the Ritz values, largest first; float64, on the CPU.
-        basis: (k, columns) the left vectors, where and as the matrix is.
-        start: what to start from next time.
-        total: the trace ||M||_F^2; not finite where M is not, and then nothing else means anything.
-        defect: how far basis^T basis is from I at most; None where that is not known.
-    """
-
-    values: Tensor
-    basis: Tensor
-    start: Start
-    total: float
-    defect: float | None
+    values: Tensor  # (columns,) the Ritz values, largest first; float64, on the CPU
+    basis: Tensor  # (k, columns) the left vectors, where and as the matrix is
+    start: Start  # what to start from next time
+    total: float  # the trace ||M||_F^2; not finite where M is not, and then nothing else means anything
+    defect: float | None  # how far basis^T basis is from I at most; None where that is not known
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What was done on the CPU for a matrix.
+    """What was done on the CPU for a matrix."""
 
-    Attributes:
-        values: theta, largest first;
-        turn: V;
-        scaled: V theta^-1/2;
-        error: how far U^T U is from I, before U is rounded. NaN where it is too far, or where M is not finite, and what
-            is returned with it is of no use;
-        total: ||M||_F^2.
-    """
-
-    values: Tensor
-    turn: Tensor
-    scaled: Tensor
-    error: float
-    total: float
+    values: Tensor  # theta, largest first
+    turn: Tensor  # V
+    scaled: Tensor  # V theta^-1/2
+    error: float  # how far U^T U is from I, before U is rounded; NaN: too far, or M is not finite, and all this no use
+    total: float  # ||M||_F^2
 
 
 class Iterations:
-    """Iterations for several matrices, under way on their devices from the start.
+    """Iterations for several matrices M, under way on their devices from the start, for so many components of each.
 
-    Args:
-        matrices: each M, k x m.
-        starts: for each, the `start` that the last iteration returned; None, or one of another shape, starts anew with
-            some sweeps.
-        components: for each, how many directions are wanted.
+    A start that is None, or of another shape than the last iteration's, starts anew with some sweeps.
     """
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Start | None], components: Sequence[int]):
