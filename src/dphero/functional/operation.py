@@ -14,12 +14,7 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Operation:
-    """A function and its arguments, with holes for the tensors among them (it keeps none of them alive).
-
-    Attributes:
-        func: The function.
-        name: Its name, for messages and as a key.
-    """
+    """A function and its arguments, with holes for the tensors among them (it keeps none of them alive)."""
 
     def __init__(
         self,

@@ -73,12 +73,9 @@ class ParameterOrigin(Origin):
 
 
 class LayerOrigin(Origin):
-    """The output of a tapped layer on a unbatched input; gradients also flow on to that input.
+    """The output of a tapped layer on an unbatched input; gradients also flow on to that input.
 
-    Args:
-        out: The output.
-        names: The layer's parameters.
-        make: Returns the layer's pieces, by parameter name, from the per-example gradients of the output.
+    ``make`` returns the layer's pieces, by parameter name, from the per-example gradients of the output.
     """
 
     def __init__(

@@ -26,11 +26,8 @@ def example_gradients(
 ) -> dict[str, Tensor]:
     """Return the per-example gradients of ``function(wanted, *inputs)`` with respect to ``wanted``.
 
-    Args:
-        function: Takes the inputs of a batch of one example.
-        wanted: What to differentiate with respect to.
-        gradients: The output's gradients, examples in front: for each, that of a batch of this example alone.
-        inputs: The inputs, likewise.
+    The function takes the inputs of a batch of one example. Inputs and ``gradients`` of the output have the examples in
+    front: for each, that of a batch of this example alone.
 
     Raises:
         RuntimeError: If the function draws random numbers, or does what ``vmap`` cannot do.
