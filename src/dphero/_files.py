@@ -68,12 +68,9 @@ def write_atomically(
 ) -> None:
     """Write a file beside ``path``, flush it to disk, then put it in its place in one move.
 
-    Where ``path`` is a symbolic link, the link is replaced: what it points to stays as it is.
-
-    Args:
-        path: The file.
-        contents: What it is to hold, or a function that writes that to the (empty) file it is given.
-        private: Let nobody but the owner read it; otherwise the user's umask decides.
+    ``contents`` is what it is to hold, or a function that writes that to the (empty) file it is given. Nobody but the
+    owner may read a ``private`` file; of others the user's umask decides. Where ``path`` is a symbolic link, the link
+    is replaced: what it points to stays as it is.
 
     Raises:
         OSError: If it cannot be written, as on a full disk; what was there before is whole.
@@ -110,11 +107,7 @@ def write_atomically(
 
 
 def read_bytes(path: str | PathLike[str], *, follow: bool = True) -> bytes:
-    """Return what a regular file holds.
-
-    Args:
-        path: The file.
-        follow: Whether it may be a symbolic link.
+    """Return what a regular file holds; ``follow`` says whether it may be a symbolic link.
 
     Raises:
         ValueError: If it is something else: a pipe, a device, a directory, or a link that is not to be followed.
@@ -126,12 +119,7 @@ def read_bytes(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 
 
 def open_for_lock(path: str | PathLike[str]) -> int:
-    """Return a descriptor of a file to lock; it is made if need be, and never emptied or followed elsewhere.
-
-    Raises:
-        ValueError: If there is something else than a regular file.
-        OSError: If it cannot be opened.
-    """
+    """Return a descriptor of a file to lock, as :func:`open_for_append` does; it is never emptied."""
     return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
@@ -193,13 +181,8 @@ def seal_json(values: Mapping[str, Any]) -> dict[str, Any]:
 def open_json(values: Mapping[str, Any], path: str | PathLike[str], *, required: bool = True) -> dict[str, Any]:
     """Return what :func:`seal_json` was given.
 
-    Args:
-        values: The object, as it was read.
-        path: The file, for the message.
-        required: Whether one without a seal is damaged; otherwise it is returned as it is.
-
     Raises:
-        DamagedFile: If the values are not those that were sealed.
+        DamagedFile: If the values are not those that were sealed, or a seal is ``required`` and there is none.
     """
     plain = {name: value for name, value in values.items() if name != _NAME}
     if _NAME not in values:

@@ -65,13 +65,9 @@ def _place(error: BaseException) -> str:
 
 
 def function_named(spec: str, kind: str) -> Callable[..., Any]:
-    """Return the function that ``package.module:function`` names.
+    """Return the function that ``package.module:function`` names; ``kind`` says what it is for, and begins errors.
 
     The module is looked for in the working directory, and as Python does.
-
-    Args:
-        spec: The name.
-        kind: What the function is for, in a word; errors begin with it.
 
     Raises:
         ValueError: If there is no such module or function.

@@ -31,19 +31,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """What a file holds."""
 
-    Attributes:
-        engine: State of the run.
-        scheduler: State of the learning-rate scheduler, or ``None``.
-        extra: The user's own values.
-        random: States of the generators of torch, numpy and Python (dropout, augmentation).
-    """
-
-    engine: dict[str, Any]
-    scheduler: dict[str, Any] | None
-    extra: dict[str, Any]
-    random: dict[str, Any]
+    engine: dict[str, Any]  # state of the run
+    scheduler: dict[str, Any] | None  # state of the learning-rate scheduler, or None
+    extra: dict[str, Any]  # the user's own values
+    random: dict[str, Any]  # states of the generators of torch, numpy and Python (dropout, augmentation)
 
     def restore_random(self) -> None:
         """Put the global generators where they were."""
@@ -60,9 +53,7 @@ class Checkpoint:
 def unchanged_on_failure(*parts: Any) -> Iterator[None]:
     """Put everything back if a ``with`` block fails: what is loaded is loaded whole, or not at all.
 
-    Args:
-        parts: Modules, optimizers, whatever else has ``state_dict`` and ``load_state_dict``. The global generators are
-            put back as well.
+    That is all parts with ``state_dict`` and ``load_state_dict`` (modules, optimizers), and the global generators.
     """
     before = [(part, copy.deepcopy(part.state_dict())) for part in parts]
     generators = _random_state()

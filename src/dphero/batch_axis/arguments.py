@@ -17,13 +17,7 @@ _EXAMPLES = 3
 
 
 class Arguments:
-    """The arguments of one call of the model.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        rows: The number of rows of the batch.
-    """
+    """The arguments of one call of the model, on a batch of so many rows."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
         self._leaves, self.structure = tree_flatten((args, kwargs))

@@ -61,11 +61,7 @@ def _fit(axis: int, size: int, examples: int) -> BatchAxis | None:
 
 
 def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second: int) -> BatchAxis | None:
-    """Read a layout off the shapes that one tensor had with two batch sizes.
-
-    Returns:
-        The layout at the first size, or ``None`` where the two shapes fit no layout.
-    """
+    """Read a layout off the shapes that one tensor had with two batch sizes; ``None`` where they fit no layout."""
     if first == second:
         return BatchAxis(None)
     if len(first) != len(second):
@@ -81,11 +77,8 @@ def arrange(values: Sequence[Any], layouts: Sequence[BatchAxis], examples: int |
     """Bring tensors into the form from which pieces are made, in single precision at least.
 
     (Norms and sums are computed by different operations, and must agree also where the model runs in a shorter format.)
-
-    Args:
-        values: Tensors, and other things that stay as they are.
-        layouts: Those of the tensors.
-        examples: If given, split the tensors by examples; else bring their rows to the front.
+    With ``examples``, tensors are split by examples; else their rows come to the front. What is no tensor stays as it
+    is.
     """
     ways = iter(layouts)
     arranged = []

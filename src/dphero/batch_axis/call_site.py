@@ -26,11 +26,7 @@ _codes: dict[int, tuple[CodeType, list[int]]] = {}
 
 
 def find_call_site(outermost: CodeType) -> CallSite:
-    """Return where we are in code that is neither torch's nor the taps': the calls that led here.
-
-    Args:
-        outermost: Where to stop looking.
-    """
+    """Return where we are in code that is neither torch's nor the taps': the calls that led here from ``outermost``."""
     place: list[tuple[int, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:

@@ -59,12 +59,6 @@ class AxisPlan:
 
     Calls under one key that are all alike may come in any number (one per time step, say); others must come exactly as
     often as they did when the model was examined.
-
-    Attributes:
-        calls: What is known of each call.
-        arguments: Where the arguments of the model carry the examples, for each structure in which they came.
-        examples_independent: Whether rows could be compared (a first batch of one row says nothing).
-        written: Buffers that a pass writes, as it is known to do: without looking at the examples.
     """
 
     def __init__(
@@ -74,8 +68,10 @@ class AxisPlan:
         examples_independent: bool,
         written: Iterable[str] = (),
     ) -> None:
-        self.calls, self.arguments = dict(calls), list(arguments)
-        self.examples_independent, self.written = examples_independent, frozenset(written)
+        self.calls = dict(calls)
+        self.arguments = list(arguments)  # where they carry the examples, for each structure in which they came
+        self.examples_independent = examples_independent  # whether rows could be compared: one alone says nothing
+        self.written = frozenset(written)  # buffers that a pass writes, without looking at the examples
         self._counter: Counter[Key] = Counter()
         self._known: dict[Key, list[Axes]] = {}
         for (key, _), axes in calls.items():
@@ -166,10 +162,8 @@ class TracedCall:
 class AxisTrace:
     """Notes the calls of one forward pass at one batch size.
 
-    Args:
-        rows: The batch size.
-        hints: What is known of calls already; of others, the layout of the outputs is guessed from their shape,
-            and the comparison of two recordings confirms or corrects the guess.
+    Of calls without hints, the layout of the outputs is guessed from their shape, and the comparison of two recordings
+    confirms or corrects the guess.
     """
 
     def __init__(self, rows: int, hints: Mapping[Call, Axes]) -> None:

@@ -23,17 +23,11 @@ _SIDES = ("left", "right", "flat")
 
 
 class LiveGeometry:
-    """Copies of the geometries of all parameters, in places of their own.
+    """Copies of the geometries of all parameters, in places of their own, on the device where the passes run.
 
-    Every tensor of a factor is copied, every number becomes a tensor of one entry, and all else must stay the same.
-    So nothing that a geometry computes with can be left behind when it changes.
-
-    Args:
-        geometry: Name to geometry.
-        device: Where the passes run. (A number that lay elsewhere would be part of the recording itself.)
-
-    Attributes:
-        live: Name to geometry; its values change with :meth:`follow`.
+    Every tensor of a factor is copied, every number becomes a tensor of one entry (elsewhere it would be part of the
+    recording itself), and all else must stay the same. So nothing that a geometry computes with can be left behind when
+    it changes. The values of ``live``, by name, change with :meth:`follow`.
     """
 
     def __init__(self, geometry: Mapping[str, Geometry], device: torch.device) -> None:

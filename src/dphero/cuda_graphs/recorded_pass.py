@@ -30,11 +30,7 @@ _Found = tuple[Tensor, list[str], dict[str, Piece]]
 
 
 class Pool:
-    """Memory and stream of the recordings of one pass, which are always replayed in the order they were made in.
-
-    Args:
-        device: A GPU.
-    """
+    """Memory and stream of the recordings of one pass, which are always replayed in the order they were made in."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,21 +76,8 @@ class Results:
 class Pass:
     """One recorded forward and backward pass, for lots of up to ``rows`` examples.
 
-    Args:
-        taps: The taps of the model.
-        key: What the recording depends on.
-        geometry: The geometry in which it takes norms.
-        rows: Its capacity.
-        structure: How the arguments of the model are put together,
-        leaves: what they are,
-        axes: and where each carries the examples.
-
-    Attributes:
-        key: What the recording depends on.
-        geometry: The geometry in which it takes norms.
-        rows: Its capacity.
-        found: Pieces and their norms, as the latest replay left them.
-        norms: The norms once more, stacked.
+    It depends on ``key``, and takes norms in ``geometry``. ``leaves`` are the arguments of the model, put together by
+    ``structure``; ``axes`` says where each carries the examples.
     """
 
     found: GradientBatch

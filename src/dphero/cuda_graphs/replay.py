@@ -54,9 +54,7 @@ _TOLERANCE = 1e-2
 class Graphs:
     """Runs the passes of a tapped model as recordings, where that is possible.
 
-    Args:
-        taps: The taps of the model.
-        rows: How many rows to make buffers for; the few batches that are larger run as usual.
+    Buffers are made for ``rows`` rows; the few batches that are larger run as usual.
 
     Raises:
         ValueError: If the model is not on a GPU.
@@ -78,11 +76,8 @@ class Graphs:
     def run(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any, rows: int) -> Any:
         """Run one forward pass from a recording; return ``NotImplemented`` where it must run as usual.
 
-        Args:
-            leaves: The arguments of the model,
-            axes: where each of them carries the examples,
-            structure: and how they are put together.
-            rows: The number of examples.
+        ``leaves`` are the arguments of the model, put together by ``structure``; ``axes`` says where each carries the
+        examples.
 
         Raises:
             ValueError: If the model's passes cannot be recorded.

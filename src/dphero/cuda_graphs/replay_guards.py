@@ -20,9 +20,6 @@ class ReplayConditions:
     """Places of parameters and buffers, plain attributes of modules, and the precision of products, at one moment.
 
     Not part of it: attributes of other types (a list, a schedule object), and what they hold.
-
-    Args:
-        module: The model.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -30,15 +30,7 @@ _SEEDED = "The random seed was chosen by the user; the guarantee holds only whil
 
 
 class Account:
-    """Prices what an engine has released, and keeps its limit.
-
-    Args:
-        accountant: How the ledger is priced.
-
-    Attributes:
-        budget: The limit, if there is one.
-        used_keys: Hashes of the keys of noise: none may be used again.
-    """
+    """Prices what an engine has released, and keeps its limit."""
 
     def __init__(self, accountant: str) -> None:
         self._own_accountant = accountant
@@ -46,7 +38,7 @@ class Account:
         self._mechanism: Mechanism | None = None  # that of the training under way
         self._notes: dict[str, None] = {}
         self.budget: Budget | None = None
-        self.used_keys: set[str] = set()
+        self.used_keys: set[str] = set()  # hashes of the keys of noise: none may be used again
 
     # -- trainings come and go ----------------------------------------------------------------------------
 
@@ -59,12 +51,7 @@ class Account:
             )
 
     def begin(self, mechanism: Mechanism, event: Event) -> None:
-        """Charge a training to this account.
-
-        Args:
-            mechanism: Makes its releases.
-            event: What each of them costs.
-        """
+        """Charge a training to this account: what makes its releases, and what each of them costs."""
         self._mechanism = mechanism
         self.used_keys |= hashed_key(mechanism.noise)
         self.budget = mechanism.budget = self.budget_for(self.accountant)
@@ -183,12 +170,7 @@ class Account:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], budget: Budget | None) -> None:
-        """Take over what a checkpoint says (an older one is silent); its run was loaded already.
-
-        Args:
-            state: What the checkpoint says.
-            budget: The limit from now on (:meth:`stricter_budget`).
-        """
+        """Take over what a checkpoint says (an older one is silent), and the limit; its run was loaded already."""
         assert self._mechanism is not None
         self._notes = dict.fromkeys(state.get("notes", ()))
         self.used_keys = {*state.get("used_keys", ()), *hashed_key(self._mechanism.noise)}

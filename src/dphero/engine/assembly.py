@@ -36,13 +36,6 @@ def assemble(
     """Make a run and its loader, and charge them to an account.
 
     Each part may refuse; nothing is changed before all have agreed.
-
-    Args:
-        options: How to train.
-        module: The model.
-        optimizer: What steps it, or several.
-        data: The user's loader or data set.
-        account: Of the engine.
     """
     noise, key = noise_and_lot_key(options, account.used_keys)
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]

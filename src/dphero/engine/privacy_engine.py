@@ -171,23 +171,9 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, Optimizers, PrivateLoader]:
         """Attach private training with the noise that a target (ε, δ) needs, and stop before it is exceeded.
 
-        Args:
-            target_epsilon: ε to stay within.
-            target_delta: δ.
-            epochs: Length of the training in epochs of 1/q lots; or
-            steps: its length in lots.
-            module: See :meth:`make_private`, also for all other arguments.
-            optimizer: The optimizer.
-            data_loader: The data.
-            max_grad_norm: C.
-            sample_rate: q.
-            expected_batch_size: B.
-            dataset_size: A public number of records.
-            sampling: Poisson; a shuffled epoch is not calibrated.
-            options: Further arguments of :meth:`make_private`; unknown ones are an error.
-
-        Returns:
-            As :meth:`make_private`. Drawing a lot beyond the budget raises :class:`~dphero.BudgetExhausted`.
+        The training takes ``epochs`` of 1/q lots, or ``steps`` lots; a shuffled epoch is not calibrated. All other
+        arguments, and what is returned, are those of :meth:`make_private`; unknown ones are an error. Drawing a lot
+        beyond the budget raises :class:`~dphero.BudgetExhausted`.
         """
         require_known(options, self.make_private)
         if (epochs is None) == (steps is None):
@@ -254,10 +240,8 @@ class PrivacyEngine:
     def get_epsilon(self, delta: float, *, accountant: str | None = None, coarse: bool = False) -> float:
         """Return ε at δ of what was released so far (0 before the first release).
 
-        Args:
-            delta: δ.
-            accountant: Instead of the engine's own.
-            coarse: A quicker, slightly larger, still valid bound, for live displays.
+        ``accountant`` takes the place of the engine's own. ``coarse`` is a quicker, slightly larger, still valid bound,
+        for live displays.
         """
         return self.price(delta, accountant=accountant, coarse=coarse).epsilon
 
@@ -280,10 +264,10 @@ class PrivacyEngine:
         """Write model, optimizer, scheduler, noise, sampler, guidance and ledger, atomically.
 
         The file holds the key of the noise: keep it as secret as the data. To publish the model, save its own
-        ``state_dict``.
+        ``state_dict``. An older file stays intact until the new one is complete.
 
         Args:
-            path: File to write; an older one stays intact until the new one is complete.
+            path: File to write.
             scheduler: Anything with ``state_dict``.
             extra: Whatever else the caller wants back from :meth:`load`: tensors and plain values.
         """

@@ -23,32 +23,17 @@ __all__ = ["LotPlan", "hashed_key", "noise_and_lot_key", "plan_lots"]
 
 @dataclass(frozen=True)
 class LotPlan:
-    """Who is in a lot, and what its release costs.
+    """Who is in a lot, and what its release costs."""
 
-    Attributes:
-        records: The number of records. Private.
-        expected: B, the expected size of a lot. Public.
-        sampler: Draws the lots.
-        lots: Where training stands among them.
-        event: What a release costs, given its effective noise multiplier.
-    """
-
-    records: int
-    expected: float
-    sampler: Sampler
-    lots: Lots
-    event: Callable[[float], Event]
+    records: int  # the number of records. Private
+    expected: float  # B, the expected size of a lot. Public
+    sampler: Sampler  # draws the lots
+    lots: Lots  # where training stands among them
+    event: Callable[[float], Event]  # what a release costs, given its effective noise multiplier
 
 
 def plan_lots(options: Options, source: DataLoader[Any] | Dataset[Any], key: int | None, ledger: Ledger) -> LotPlan:
-    """Settle who is in a lot, from public numbers.
-
-    Args:
-        options: The options of the training.
-        source: The user's loader or data set.
-        key: The key of the lots.
-        ledger: What was released before.
-    """
+    """Settle who is in a lot, from public numbers; ``key`` is that of the lots, ``ledger`` what was released before."""
     _, records = dataset_of(source)
     lots = Lots()
     if options.sampling == "poisson":
@@ -85,9 +70,7 @@ def _fixed_lot(options: Options, source: DataLoader[Any] | Dataset[Any]) -> floa
 def noise_and_lot_key(options: Options, used_keys: Collection[str]) -> tuple[NoiseSource, int | None]:
     """Return the noise, and the key of the lots: secret, and another one than that of the noise.
 
-    Args:
-        options: The options of the training.
-        used_keys: Hashes of keys of noise that may not be used again.
+    ``used_keys`` are hashes of keys of noise that may not be used again.
     """
     seed: Any = options.seed
     if options.noise is not None:
