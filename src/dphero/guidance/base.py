@@ -157,9 +157,8 @@ def settings(guidance: Guidance) -> dict[str, Any]:
     return {name: value for name, value in vars(guidance).items() if not name.startswith("_")}
 
 
-def same_settings(guidance: Guidance, theirs: dict[str, Any] | None) -> None:
+def same_settings(ours: dict[str, Any], theirs: dict[str, Any] | None) -> None:
     """Raises ValueError unless a saved guidance had the settings of the one that loads it."""
-    ours = settings(guidance)
     if theirs is None:
         raise ValueError("the saved guidance is of another kind, without settings: build it as it was saved")
     different = sorted(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))

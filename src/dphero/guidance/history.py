@@ -116,7 +116,7 @@ class History:
         for block, _ in plan:
             spectrum = self._moments[block.name].spectrum(block.name)
             found.append(replace(spectrum, copies=block.value.numel() // spectrum.size))
-        made = spectra.factors(found, self.scope, self.exponent, self.floor)
+        made = spectra.factors(found, self.exponent, self.floor, scope=self.scope)
         sides = {None: "flat", "rows": "left", "columns": "right"}
         geometries = {
             block.name: Geometry(tuple(block.value.shape), **{sides[axis]: factor})
@@ -134,7 +134,7 @@ class History:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a History of the same settings."""
-        same_settings(self, state.get("settings"))
+        same_settings(settings(self), state.get("settings"))
         self._moments = {
             name: moments.moment(saved["kind"], self.decay, saved["axis"], self.components).loaded(saved)
             for name, saved in state["moments"].items()

@@ -108,7 +108,7 @@ class PCA:
             axes = self._axes(released, side)
             search = begun[side] if side in begun else self._search(axes)
             spectrums = self._spectra(axes, search)
-            made = spectra.factors(spectrums, self.scope, self.exponent, self.floor, self.bare)
+            made = spectra.factors(spectrums, self.exponent, self.floor, bare=self.bare, scope=self.scope)
             for (block, axis), factor in zip(axes, made, strict=True):
                 found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
         shapes = {block.name: tuple(block.value.shape) for block in released.blocks}
@@ -123,7 +123,7 @@ class PCA:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up what `state_dict` returned, from a PCA of the same settings."""
-        same_settings(self, state.get("settings"))
+        same_settings(settings(self), state.get("settings"))
         # Older checkpoints have others, of no use here: then iterations start anew.
         self._starts = {name: Start(*start) for name, start in state.get("starts", {}).items()}
         self._begun.clear()

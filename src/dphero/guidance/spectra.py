@@ -167,7 +167,9 @@ def limited(spectrum: Spectrum, rank: int) -> Spectrum:
     return replace(spectrum, values=values[:rank], basis=basis, rest=0.0)
 
 
-def factors(spectra: Sequence[Spectrum], scope: str, exponent: float, floor: float, bare: bool = False) -> list[Factor]:
+def factors(
+    spectra: Sequence[Spectrum], exponent: float, floor: float, *, bare: bool = False, scope: str = "layer"
+) -> list[Factor]:
     """Applies the rule of this module to spectra: to each alone ("layer"), or to all together ("model").
 
     With `bare`, directions may be left without any noise (a positive exponent and floor 0 where a weight is rank

@@ -15,7 +15,7 @@ from dphero._checks import one_of, whole
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import spectra
-from dphero.guidance.base import Block, Released, same_settings, share_rows
+from dphero.guidance.base import Block, Released, same_settings, settings, share_rows
 from dphero.guidance.prior.layer_moments import Loss, drawn_labels, of_batch
 from dphero.guidance.prior.processes import PROCESSES
 
@@ -114,8 +114,7 @@ class Prior:
         self._latest = {name: Geometry.from_state(each) for name, each in state["latest"].items()}
 
     def _settings(self) -> dict[str, Any]:
-        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {**settings, "inputs": _digest(self._inputs)}
+        return {**settings(self), "inputs": _digest(self._inputs)}
 
     def _geometries(self, released: Released) -> dict[str, Geometry]:
         blocks = {block.name: block for block in released.blocks}
