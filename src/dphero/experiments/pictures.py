@@ -5,7 +5,7 @@ Colours are those that colour-blind readers can tell apart (Okabe and Ito). No m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -13,9 +13,12 @@ __all__ = [
     "GREY",
     "MARKERS",
     "METHOD_COLOURS",
+    "ON_DARK",
     "VERDICT_COLOURS",
+    "colours_of",
     "end_labels",
     "figure_of",
+    "move_apart",
     "room_above",
 ]
 
@@ -36,13 +39,37 @@ METHOD_COLOURS: Mapping[str, str] = {
 }
 """By method: those that are compared most."""
 
-FURTHER = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#5D3A9B", "#7A7A00")
-"""For whatever else is drawn, in this order."""
+FURTHER = ("#C0609A", "#C98500", "#2F93CF", "#8C6D31", "#8A63D2", "#7A7A00")
+"""For whatever else is drawn, in this order; on white and on a dark page each has a contrast of three or more."""
 
 GREY = "#8A8A8A"
 """For what is there to be compared with."""
 
+ON_DARK: Mapping[str, str] = {METHOD_COLOURS["sgd"]: "#e6eaf0", VERDICT_COLOURS["refuted"]: "#e0559f"}
+"""What stands on a dark page for a colour that cannot be seen there."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h")
+
+
+_MANY = 7  # names; of more, only the best known and the first few others have a colour
+_FEW = 3
+
+
+def colours_of(methods: Mapping[str, str], unsound: Collection[str] = ()) -> dict[str, str]:
+    """Return a colour for each name: that of its method, that of what is unsound, or a further one.
+
+    Among many names most are grey, so that the others can be followed.
+
+    Args:
+        methods: The method of each name, the most important names first: those are the last to become grey.
+        unsound: Names of what is unsound as published.
+    """
+    further = iter(FURTHER[:_FEW] if len(methods) > _MANY else FURTHER)
+    found = {}
+    for name, method in methods.items():
+        own = VERDICT_COLOURS["unsound"] if name in unsound else METHOD_COLOURS.get(method)
+        found[name] = own or next(further, GREY)
+    return found
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **more: Any) -> tuple[Any, Any]:
@@ -77,12 +104,7 @@ def end_labels(axes: Any, ends: Sequence[tuple[str, float, str]], *, size: float
     height = axes.get_position().height * axes.figure.get_figheight() * 72
     step = 1.25 * size / height * (top - bottom)
     ordered = sorted(ends, key=lambda end: end[1])
-    places: list[float] = []
-    for _, value, _ in ordered:  # from below, each at least a line above the last
-        places.append(value if not places else max(value, places[-1] + step))
-    for number in reversed(range(len(places))):  # what would stand above the axes pushes the others down
-        limit = top if number == len(places) - 1 else places[number + 1] - step
-        places[number] = min(places[number], limit)
+    places = move_apart([value for _, value, _ in ordered], step, top)
     for (name, value, colour), place in zip(ordered, places, strict=True):
         axes.annotate(
             name,
@@ -103,3 +125,14 @@ def end_labels(axes: Any, ends: Sequence[tuple[str, float, str]], *, size: float
                 "shrinkB": 0,
             },
         )
+
+
+def move_apart(values: Sequence[float], step: float, top: float) -> list[float]:
+    """Return places near ascending ``values`` that lie at least ``step`` apart, none above ``top``."""
+    places: list[float] = []
+    for value in values:  # from below, each at least a step above the last
+        places.append(value if not places else max(value, places[-1] + step))
+    for number in reversed(range(len(places))):  # what would stand above the top pushes the others down
+        limit = top if number == len(places) - 1 else places[number + 1] - step
+        places[number] = min(places[number], limit)
+    return places

@@ -12,33 +12,23 @@ from typing import Any
 from dphero._files import write_atomically
 from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.comparison.table import Row, shown_price, tabulate, to_csv
-from dphero.experiments.pictures import (
-    FURTHER,
-    GREY,
-    MARKERS,
-    METHOD_COLOURS,
-    VERDICT_COLOURS,
-    end_labels,
-    figure_of,
-)
+from dphero.experiments.pictures import GREY, MARKERS, colours_of, end_labels, figure_of
 from dphero.experiments.runs.files import write_text
 
-__all__ = ["plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
+__all__ = ["mean_curve", "plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
 
-_LEGEND_LINES = 7  # more are named at their ends, and all but the best known are grey
+_LEGEND_LINES = 7  # more are named at their ends
 
 
 def _styles(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
     """Return colour and marker of each label: a method has its own colour wherever it is drawn."""
-    groups, rest = _by_label(rows), iter(FURTHER)
-    many, found = len(groups) > _LEGEND_LINES, {}
-    for number, (label, group) in enumerate(groups.items()):
-        own = METHOD_COLOURS.get(group[0].method) if label.split(":")[0] == group[0].method else None
-        colour = own or (GREY if many else next(rest, GREY))
-        if own is None and not group[0].sound:
-            colour = VERDICT_COLOURS["unsound"]
-        found[label] = (colour, MARKERS[number % len(MARKERS)])
-    return found
+    groups = _by_label(rows)
+    best = sorted(groups, key=lambda label: -max(row.accuracy or 0.0 for row in groups[label]))
+    colours = colours_of(
+        {label: groups[label][0].method if label.split(":")[0] == groups[label][0].method else label for label in best},
+        [label for label, group in groups.items() if not group[0].sound],
+    )
+    return {label: (colours[label], MARKERS[number % len(MARKERS)]) for number, label in enumerate(groups)}
 
 
 def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
@@ -90,6 +80,7 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
                     fontsize=7,
                     color=colour,
                     zorder=4,
+                    bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
                 )
     if ticks:
         axes.set_xscale("log")
@@ -121,7 +112,7 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
             about = {"method": row.method, "asked_epsilon": row.asked_epsilon, "seed": outcome.planned.recipe.seed}
             setting = {f"setting.{name}": value for name, value in row.setting.items()}
             records += [{"run": name, **about, **setting, **line} for line in outcome.metrics]
-        curves[number] = _mean_curve([by_name[name].metrics for name in row.runs])
+        curves[number] = mean_curve([by_name[name].metrics for name in row.runs], "accuracy")
     write_text(directory / "curves.csv", to_csv(records), private=True)
     panels = _panels(rows)
     figure, grid = _figure(max(5.5, 3.9 * len(panels) + 1), 4.6, columns=len(panels))
@@ -140,7 +131,8 @@ def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:
 def _draw_curve(axes: Any, curve: Sequence[tuple[float, float, float]], row: Row, colour: str, marker: str) -> None:
     if not curve:
         return
-    epochs, means, spreads = (list(values) for values in zip(*curve, strict=True))
+    epochs = [epoch for epoch, _, _ in curve]
+    means, spreads = ([100 * point[place] for point in curve] for place in (1, 2))
     axes.plot(
         epochs,
         means,
@@ -155,17 +147,24 @@ def _draw_curve(axes: Any, curve: Sequence[tuple[float, float, float]], row: Row
     axes.fill_between(epochs, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float, float]]:
-    """Return (epoch, mean, sd) in percent at the steps that all begun runs have been evaluated at."""
+def mean_curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str) -> list[tuple[float, float, float]]:
+    """Return (epoch, mean, sample sd) of a metric, where all begun runs were evaluated and the value is finite.
+
+    Args:
+        runs: The evaluations of each run; where they have no epoch (rounds of a federated run), steps are counted.
+        name: Of the metric.
+    """
     begun = [{line["step"]: line for line in lines} for lines in runs if lines]
     if not begun:
         return []
-    steps = sorted(set.intersection(*(set(lines) for lines in begun)))
     found = []
-    for step in steps:
-        values = [100 * lines[step]["accuracy"] for lines in begun]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        found.append((begun[0][step]["epoch"], statistics.fmean(values), spread))
+    for step in sorted(set.intersection(*(set(lines) for lines in begun))):
+        given = [lines[step].get(name) for lines in begun]
+        values = [float(value) for value in given if isinstance(value, int | float) and math.isfinite(value)]
+        if len(values) == len(begun):
+            epoch = begun[0][step].get("epoch")
+            when = float(epoch) if isinstance(epoch, int | float) else float(step)
+            found.append((when, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0))
     return found
 
 
