@@ -66,6 +66,11 @@ def test_private_things_are_kept_back(log):
     metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert "987654321" not in text
     assert not any(repr(line[name])[:10] in text for line in metrics for name in ("loss", "signal_to_noise"))
+    federated = Path(__file__).parent / "federated-run"
+    seeds = [json.loads((federated / "federation.json").read_text())["seed"]]
+    seeds += re.findall(r"(?m)^seed = (\d+)", (federated / "recipe.toml").read_text())
+    page = build(read([federated])).html()
+    assert seeds and not any(str(seed) in page for seed in seeds if seed is not None and len(str(seed)) > 3)
     shown = build(read([place]), private_diagnostics=True)
     assert shown.figures["diagnostics"]["data"][0]["y"] == [line["loss"] for line in metrics]
     assert "No ε covers them" in shown.main

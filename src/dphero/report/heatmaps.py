@@ -15,6 +15,8 @@ from dphero.report.markup import Html, join, table, tag
 __all__ = ["Explained", "heat_maps", "read_explained"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_SCORES = {"spearman": "Spearman", "iou": "IoU, top 20 %", "same_class": "same class"}
+_YARDSTICK = "to compare with"
 _MOST_BYTES = 4_000_000  # of all pictures on a page, which has to stay below 10 MB
 
 
@@ -76,28 +78,62 @@ def heat_maps(found: Sequence[Explained]) -> Html | None:
             left -= len(contents)
             source = f"data:image/png;base64,{base64.b64encode(contents).decode('ascii')}"
             picture = tag("img", src=source, alt=f"{title} ({explained.place})")
-            parts.append(tag("figure", tag("figcaption", tag("h3", title)), picture, class_="picture"))
+            framed = tag("div", picture, class_="frame", tabindex="0", role="region", aria_label=title)
+            parts.append(tag("figure", tag("figcaption", tag("h3", title)), framed, class_="picture"))
         parts.append(_verdicts(explained))
     return join(*parts)
 
 
 def _verdicts(explained: Explained) -> Html | None:
-    """Return the table of verdicts, whatever columns it has."""
-    lines = [each for each in _list(explained.numbers.get("verdicts")) if isinstance(each, Mapping)]
-    names = list(dict.fromkeys(str(name) for line in lines for name in line))
-    if not names:
+    """Return how far the maps of each training agree with those of training without privacy, and what that means."""
+    numbers = explained.numbers
+    verdicts = [each for each in _list(numbers.get("verdicts")) if isinstance(each, Mapping)]
+    reference, words = numbers.get("reference"), dict[str, list[str]]()
+    for each in verdicts:
+        words.setdefault(str(each.get("group")), []).append(f"{_score(each.get('score'))}: {each.get('verdict')}")
+    lines = [
+        [
+            _other(each, reference),
+            *(_range(each.get(name)) for name in _SCORES),
+            "; ".join(words.pop(group, [_YARDSTICK])),
+        ]
+        for each in _list(numbers.get("agreement"))
+        if isinstance(each, Mapping)
+        and each.get("epoch") == each.get("to") == "last"
+        and reference in (each.get("a"), each.get("b"))
+        and (group := str(each.get("b") if each.get("a") == reference else each.get("a")))
+    ]
+    lines += [[group, *("–" for _ in _SCORES), "; ".join(said)] for group, said in words.items()]
+    if not lines:
         return None
-    cells = [[_shown(line.get(name)) for name in names] for line in lines]
-    images = explained.numbers.get("images")
-    about = f": {images.get('count')} images, {images.get('source')}" if isinstance(images, Mapping) else ""
-    return table(names, cells, caption=f"Does privacy change the maps by more than another seed does{about}")
+    images = numbers.get("images")
+    about = f" ({images.get('count')} images, {images.get('source')})" if isinstance(images, Mapping) else ""
+    headings = ("training", *_SCORES.values(), "by more than another seed?")
+    caption = (
+        f"How far privacy changes the maps: agreement with those of {reference}, mean (lowest to highest pair){about}"
+    )
+    return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 1 + len(_SCORES)))
+
+
+def _other(agreement: Mapping[str, Any], reference: Any) -> str:
+    """The training that is compared with the reference."""
+    first, second = agreement.get("a"), agreement.get("b")
+    if first == second:
+        return f"{reference}, another seed"
+    return str(second if first == reference else first)
+
+
+def _score(name: Any) -> str:
+    return _SCORES.get(str(name), str(name))
+
+
+def _range(value: Any) -> str:
+    names = ("mean", "low", "high")
+    if not isinstance(value, Mapping) or not all(isinstance(value.get(name), int | float) for name in names):
+        return "–"
+    mean, low, high = (value[name] for name in names)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
-    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

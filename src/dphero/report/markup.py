@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = ["Html", "join", "script_json", "table", "tag"]
+
+_MOST_STACKED = 8  # columns of a table whose lines a phone shows as cards
 
 
 class Html(str):
@@ -25,11 +28,21 @@ def join(*parts: str | None) -> Html:
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts if part is not None))
 
 
+_GLUED = re.compile(r" (?=[%±])|(?<=±) |(?<=[εδσ]) (?=[=≤≈])|(?<=[εδσ] [=≤≈]) ")
+
+
+def _glued(text: str | None) -> str | None:
+    """Keep "3 %" and "ε = 3" on one line; HTML is left as it is."""
+    return text if text is None or isinstance(text, Html) else _GLUED.sub("\u00a0", text)
+
+
 def tag(name: str, /, *children: str | None, **attributes: Any) -> Html:
     """Return an element; ``class_`` is the attribute ``class``, and ``data_x`` is ``data-x``.
 
     An attribute of ``None`` or ``False`` is left out, one of ``True`` has no value.
     """
+    if name in ("p", "li"):
+        children = tuple(map(_glued, children))
     shown = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -43,7 +56,7 @@ def tag(name: str, /, *children: str | None, **attributes: Any) -> Html:
 def table(
     headings: Sequence[str], lines: Iterable[Sequence[str | None]], *, caption: str, numbers: Sequence[int] = ()
 ) -> Html:
-    """Return a table that can be scrolled sideways where it is too wide.
+    """Return a table. On a phone its lines become cards, or, where columns are many, it can be scrolled sideways.
 
     Args:
         headings: Of the columns; the first column names the line.
@@ -55,15 +68,23 @@ def table(
     def cell(place: int, text: str | None) -> Html:
         kind = "number" if place in numbers else None
         if place == 0:
-            return tag("th", text, scope="row", class_=kind)
-        return tag("td", text, class_=kind)
+            return tag("th", text, scope="row", class_=kind, role="rowheader")
+        return tag("td", text, class_=kind, role="cell", data_label=headings[place] if stacked else None)
 
-    head = tag(
-        "tr",
-        *(tag("th", text, scope="col", class_="number" if k in numbers else None) for k, text in enumerate(headings)),
+    stacked = 2 < len(headings) <= _MOST_STACKED
+    head = [
+        tag("th", text, scope="col", class_="number" if k in numbers else None, role="columnheader")
+        for k, text in enumerate(headings)
+    ]
+    body = [tag("tr", *(cell(place, text) for place, text in enumerate(line)), role="row") for line in lines]
+    whole = tag(
+        "table",
+        tag("caption", caption),
+        tag("thead", tag("tr", *head, role="row"), role="rowgroup"),
+        tag("tbody", *body, role="rowgroup"),
+        role="table",  # said again, as a browser forgets it of lines that are shown as cards
+        class_="stacked" if stacked else "pairs" if len(headings) == 2 else None,
     )
-    body = [tag("tr", *(cell(place, text) for place, text in enumerate(line))) for line in lines]
-    whole = tag("table", tag("caption", caption), tag("thead", head), tag("tbody", *body))
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import dphero
 from dphero._files import read_bytes, write_atomically
+from dphero.experiments.pictures import ON_DARK
 from dphero.report import sections
-from dphero.report.figures import federated, outcomes, over_time
+from dphero.report.figures import federated, outcomes, over_time, trials
 from dphero.report.figures.drawing import Drawing
 from dphero.report.heatmaps import heat_maps
 from dphero.report.markup import Html, join, script_json, tag
@@ -49,7 +50,7 @@ class Report:
             live: The version that a server has; the page then asks for later ones.
             every: How often, in milliseconds.
         """
-        state = {"live": live is not None, "version": live, "every": every}
+        state = {"live": live is not None, "version": live, "every": every, "onDark": ON_DARK}
         allowed = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
         if live is not None:
             allowed += "; connect-src 'self'"
@@ -153,7 +154,7 @@ def _gain(material: Material, page: _Page) -> list[Html | None]:
 
 
 def _claims(material: Material, page: _Page) -> Html | None:
-    found = outcomes.claims_of(material)
+    found = trials.claims_of(material)
     if not found:
         return None
     words = tag(
@@ -167,7 +168,7 @@ def _claims(material: Material, page: _Page) -> Html | None:
         for run in material.runs
         if run.audit is not None and run.audit.get("conclusion")
     ]
-    return join(words, *conclusions, page.draw(outcomes.claims(material)))
+    return join(words, *conclusions, page.draw(trials.claims(material)))
 
 
 def _federated(material: Material, page: _Page) -> list[Html | None]:

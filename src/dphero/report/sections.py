@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ __all__ = [
     "environment", "figure", "gains", "problems", "promises", "recipe", "reproduce",
 ]  # fmt: skip
 
-_MANY = 12
+_MANY = 12  # of more, a list is folded
+_FEW = 6  # statements that are printed whole
 _CONTROLS = {
     "true-epsilon": "place methods at their true ε (not at the ε asked for)",
     "single-runs": "show single runs",
@@ -38,6 +40,7 @@ def figure(drawing: Drawing) -> Html:
         role="img",
         aria_label=f"{drawing.title}. {drawing.description}",
         style=f"height:{drawing.height}px",
+        data_height=drawing.height,
     )
     numbers = table(drawing.headings, drawing.lines, caption=drawing.title, numbers=range(1, len(drawing.headings)))
     return tag(
@@ -75,11 +78,17 @@ def promises(material: Material) -> Html:
         if len(material.rows) == 1:
             return whole
         head = tag("summary", line_label(row), " ", badge(verdict(row, runs)))
-        parts.append(tag("details", head, tag("p", explain_epsilon(row)), whole, id=f"statement-{number}"))
+        few = len(material.rows) <= _FEW
+        parts.append(
+            tag("details", head, tag("p", explain_epsilon(row)), whole, id=f"statement-{number}", data_print=few)
+        )
     statements = join(*parts)
     if len(parts) > _MANY:
         statements = tag("details", tag("summary", f"All {len(parts)} statements"), statements, id="all-statements")
-    return join(statements, tag("ul", *(tag("li", note) for note in notes(material.rows))))
+    said = [tag("li", note) for note in notes(material.rows)]
+    if len(said) > _MANY:
+        return join(statements, tag("details", tag("summary", f"All {len(said)} notes"), tag("ul", *said), id="notes"))
+    return join(statements, tag("ul", *said))
 
 
 def statement(text: str) -> Html:
@@ -119,7 +128,7 @@ def recipe(material: Material) -> Html:
     ]
     names = list(dict.fromkeys(name for _, values in flat for name in values))
     same = {name for name in names if len({repr(values.get(name)) for _, values in flat}) == 1}
-    shared = [[name, _shown(name, flat[0][1].get(name))] for name in names if name in same]
+    shared = [[_breakable(name), _shown(name, flat[0][1].get(name))] for name in names if name in same]
     parts = [
         table(("setting", "value"), shared, caption="The same in all runs" if len(flat) > 1 else "Settings of the run")
     ]
@@ -135,6 +144,11 @@ def recipe(material: Material) -> Html:
     return join(*parts, tag("p", "A seed is as secret as the data: it stays in the run's recipe.toml."))
 
 
+def _breakable(name: str) -> Html:
+    """Return a long name that may be broken between its words."""
+    return Html(re.sub(r"([._])(?=\w)", r"\1<wbr>", join(name)))
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, each in values.items():
@@ -143,7 +157,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shown(name: str, each: Any) -> str:
-    if name == "seed" and each is not None:
+    if name.rpartition(".")[2] == "seed" and each is not None:  # of the run, of its federation, of an option
         return "set, kept secret"
     return "–" if each is None else f"{each:g}" if isinstance(each, float) else str(each)
 
@@ -160,12 +174,16 @@ def environment(material: Material) -> Html | None:
     parts = []
     for runs in groups.values():
         values = _flat(runs[0].environment)
-        lines = [[name.removeprefix("packages."), str(each)] for name, each in values.items() if each is not None]
+        lines = [[name.removeprefix("packages."), _words(each)] for name, each in values.items() if each is not None]
         caption = "All runs" if len(groups) == 1 else ", ".join(run.name for run in runs[:5])
         parts.append(
-            table(("", "value"), lines, caption=caption + ("" if len(runs) < 6 or len(groups) == 1 else ", …"))
+            table(("what", "value"), lines, caption=caption + ("" if len(runs) < 6 or len(groups) == 1 else ", …"))
         )
     return join(*parts)
+
+
+def _words(each: Any) -> str:
+    return shlex.join(map(str, each)) if isinstance(each, list) else str(each)
 
 
 def reproduce(material: Material) -> Html:

@@ -177,4 +177,4 @@ def run_card(run: Run) -> Html:
         ["state", f"{_state(row, [run])}, {_steps(row, [run])}"],
         ["setting", setting(run.setting)],
     ]
-    return table(("", "value"), [each for each in facts if each[1]], caption=f"run {Path(run.path).name}")
+    return table(("what", "value"), [each for each in facts if each[1]], caption=f"run {Path(run.path).name}")

@@ -5,10 +5,14 @@
   const hidden = new Set(); // groups of lines that the reader has switched off, in all figures
   const switched = new Map(); // what the reader has switched in a figure: its name and the control's
   let figures = {};
+  let onDark = {}; // colours that take the place of others on a dark page
   let printing = false;
 
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const values = (id) => JSON.parse(document.getElementById(id).textContent);
+
+  const isDark = () => dark.matches && !printing;
+  const themed = (colour) => (Array.isArray(colour) ? colour.map(themed) : isDark() ? (onDark[colour] ?? colour) : colour);
 
   async function loadPlotly() {
     const packed = document.getElementById("plotly").textContent;
@@ -28,13 +32,11 @@
     layout.hoverlabel = { bgcolor: variable("--card"), bordercolor: lines, font: { color: variable("--text") }, align: "left" };
     layout.showlegend = false;
     for (const key of Object.keys(layout)) {
-      if (!/^[xy]axis/.test(key)) continue;
-      Object.assign(layout[key], { gridcolor: lines, linecolor: lines, fixedrange: narrow.matches });
-      if (narrow.matches && key === "yaxis" && layout[key].type === "category" && data[0].type !== "heatmap") {
-        Object.assign(layout[key], { ticklabelposition: "inside top", automargin: false });
-        Object.assign(layout.margin, { l: 8, r: 8 });
-      }
+      if (/^[xy]axis/.test(key)) Object.assign(layout[key], { gridcolor: lines, linecolor: lines, fixedrange: narrow.matches });
     }
+    layout.annotations = (layout.annotations ?? []).filter((each) => !each.name || !(narrow.matches || hidden.has(each.name)));
+    for (const each of layout.annotations) each.font.color = each.arrowcolor = themed(each.font.color);
+    if (narrow.matches) squeeze(data, layout);
     const trueEpsilon = switched.get(`${name} true-epsilon`);
     const singleRuns = switched.get(`${name} single-runs`);
     if (trueEpsilon) {
@@ -42,6 +44,8 @@
       layout.xaxis.title.text = "true privacy loss ε (without bound: not drawn)";
     }
     for (const trace of data) {
+      for (const part of [trace.line, trace.marker, trace.marker?.line]) if (part?.color) part.color = themed(part.color);
+      if (trace.type === "heatmap") trace.colorscale = [[0, isDark() ? "#1d2f47" : "#f0f5fb"], [1, isDark() ? "#3f7fc8" : "#1f5fa8"]];
       if (trace.meta?.single) trace.visible = Boolean(singleRuns);
       if (trace.meta?.asked && trueEpsilon) trace.x = trace.meta.true;
       if (hidden.has(trace.legendgroup)) trace.visible = false;
@@ -49,13 +53,36 @@
     return { data, layout };
   }
 
+  const named = (layout, data) => layout.yaxis.type === "category" && data[0].type !== "heatmap";
+
+  // On a phone the names of lines stand above them, not beside them.
+  function squeeze(data, layout) {
+    if (data[0].type === "heatmap") data[0].showscale = false;
+    layout.margin.r = 14;
+    if (!named(layout, data)) return;
+    Object.assign(layout.yaxis, { showticklabels: false, automargin: false });
+    layout.margin.l = 14;
+    for (const each of layout.annotations) Object.assign(each, { xanchor: "right", yshift: -14 });
+    for (const y of new Set(data.flatMap((trace) => trace.y))) {
+      const above = { text: y, y, x: 0, xref: "paper", xanchor: "left", yshift: 15, showarrow: false };
+      layout.annotations.push({ ...above, font: { color: layout.font.color } });
+    }
+  }
+
   function draw(name) {
     const place = document.querySelector(`[data-figure="${CSS.escape(name)}"]`);
     if (!place) return;
+    const wide = Number(place.dataset.height);
+    const taller = narrow.matches && named(figures[name].layout, figures[name].data);
+    place.style.height = `${taller ? 1.4 * wide : wide}px`;
     const { data, layout } = prepared(name);
     return Plotly.react(place, data, layout, { responsive: true, displayModeBar: false });
   }
   const drawAll = () => Promise.all(Object.keys(figures).map(draw));
+  const redress = () => {
+    Object.keys(figures).forEach(legend);
+    return drawAll();
+  };
 
   // One button for each group of lines; it is worked by mouse and keyboard, and rules all figures.
   function legend(name) {
@@ -70,7 +97,7 @@
       const swatch = document.createElement("span");
       const colour = trace.line?.color ?? trace.marker?.color;
       swatch.className = "swatch";
-      swatch.style.background = typeof colour === "string" ? colour : variable("--soft");
+      swatch.style.background = typeof colour === "string" ? themed(colour) : variable("--soft");
       plain.innerHTML = group;
       button.type = "button";
       button.dataset.group = group;
@@ -100,9 +127,8 @@
 
   function show(all) {
     figures = all;
-    Object.keys(figures).forEach(legend);
     controls();
-    return drawAll();
+    return redress();
   }
 
   // Live pages ask their server whether anything has changed, and keep what the reader has opened and switched.
@@ -132,6 +158,8 @@
   }
 
   async function start() {
+    const state = values("state");
+    onDark = state.onDark;
     try {
       await loadPlotly();
       await show(values("figures"));
@@ -143,11 +171,22 @@
       console.error(error);
       return;
     }
-    dark.addEventListener("change", drawAll);
+    dark.addEventListener("change", redress);
     narrow.addEventListener("change", drawAll);
-    addEventListener("beforeprint", () => { printing = true; drawAll(); });
-    addEventListener("afterprint", () => { printing = false; drawAll(); });
-    const state = values("state");
+    const unfolded = []; // on paper nothing can be unfolded: promises are, before it is printed
+    addEventListener("beforeprint", () => {
+      printing = true;
+      for (const each of document.querySelectorAll("details[data-print]:not([open])")) {
+        each.open = true;
+        unfolded.push(each);
+      }
+      redress();
+    });
+    addEventListener("afterprint", () => {
+      printing = false;
+      for (const each of unfolded.splice(0)) each.open = false;
+      redress();
+    });
     if (state.live) follow(state);
     document.documentElement.dataset.ready = "true";
   }

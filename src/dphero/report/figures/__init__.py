@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dphero.report.figures import federated, outcomes, over_time
+from dphero.report.figures import federated, outcomes, over_time, trials
 from dphero.report.figures.drawing import Drawing
 from dphero.report.read import Material, Run
 
@@ -56,7 +56,7 @@ def seeds(material: Material) -> Any:
 
 def claims(material: Material) -> Any:
     """Draw claimed, true and audited ε."""
-    return _figure(outcomes.claims(material), "no run was audited, and no method makes a claim of its own")
+    return _figure(trials.claims(material), "no run was audited, and no method makes a claim of its own")
 
 
 def partition(run: Run) -> Any:

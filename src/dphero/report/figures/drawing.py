@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
-from dphero.experiments.pictures import VERDICT_COLOURS
+from dphero.experiments.pictures import GREY, VERDICT_COLOURS, colours_of, move_apart
 
-__all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_label", "safe", "styles"]
+__all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_ends", "line_label", "safe", "styles"]
 
-# Sound methods: colours that colour-blind readers can tell apart, none of them a verdict's; and a shape besides.
-_COLOURS = ("#2e7cc7", "#8b5fc7", "#1fa3b5", "#c2628f", "#8a7f2c", "#5d6fe0", "#9a6b4a", "#4aa3e0")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "pentagon", "star", "hexagon")
 
 
@@ -63,26 +61,27 @@ class Style:
             "name": safe(self.group),
             "legendgroup": safe(self.group),
             "showlegend": first,
-            "line": {"color": self.colour, "dash": self.dash, "width": 2},
+            "line": self.line,
             "marker": {"color": self.colour, "symbol": self.symbol, "size": 7},
         }
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """How its lines are drawn: grey ones, that others are compared with, are thinner."""
+        return {"color": self.colour, "dash": self.dash, "width": 1.2 if self.colour == GREY else 2}
+
 
 def styles(rows: Sequence[Row]) -> dict[str, Style]:
-    """Return a style for each method; unsound and non-private ones have the colour of their verdict."""
+    """Return a style for each method: the colour it has in all pictures, and a shape besides."""
+    first = {row.method: row for row in reversed(rows)}
+    reached = {name: max((row.accuracy or 0.0 for row in rows if row.method == name), default=0.0) for name in first}
+    best_first = {name: name for name in sorted(first, key=lambda name: -reached[name])}
+    colours = colours_of(best_first, [name for name, row in first.items() if not row.sound])
     found: dict[str, Style] = {}
-    for row in rows:
-        if row.method in found:
-            continue
-        number = len(found)
-        symbol = _SYMBOLS[number % len(_SYMBOLS)]
+    for number, row in enumerate({row.method: first[row.method] for row in rows}.values()):
         name = row.method + (f" ({row.remark})" if row.remark else "")
-        if not row.sound:
-            found[row.method] = Style(name, VERDICT_COLOURS["unsound"], symbol, "dot")
-        elif row.protects == "nothing":
-            found[row.method] = Style(name, VERDICT_COLOURS["open"], symbol, "dash")
-        else:
-            found[row.method] = Style(name, _COLOURS[number % len(_COLOURS)], symbol, "solid")
+        dash = "dot" if not row.sound else "dash" if row.protects == "nothing" else "solid"
+        found[row.method] = Style(name, colours[row.method], _SYMBOLS[number % len(_SYMBOLS)], dash)
     return found
 
 
@@ -99,6 +98,30 @@ def layout(x: str, y: str) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": -0.25},
         "uirevision": "kept",
     }
+
+
+def line_ends(
+    ends: Sequence[tuple[str, str, float, str]], low: float, high: float, pixels: int
+) -> list[dict[str, Any]]:
+    """Return names at the right end of lines, moved apart so that none covers another; narrow screens leave them out.
+
+    Args:
+        ends: Group, name, height and colour of each line.
+        low: Where the vertical axis begins.
+        high: Where it ends.
+        pixels: Its length.
+    """
+    ordered = sorted(ends, key=lambda end: end[2])
+    places = move_apart([value for _, _, value, _ in ordered], 15 / pixels * (high - low), high)
+    return [
+        {
+            "name": safe(group), "text": safe(name if len(name) <= 30 else f"{name[:29]}…"),
+            "font": {"color": colour, "size": 11}, "x": 1, "xref": "paper", "y": value,
+            "xanchor": "left", "yanchor": "middle", "ax": 12, "ay": (value - place) / (high - low) * pixels,
+            "showarrow": True, "arrowhead": 0, "arrowwidth": 0.7, "arrowcolor": colour, "standoff": 0,
+        }
+        for (group, name, value, colour), place in zip(ordered, places, strict=True)
+    ]  # fmt: skip
 
 
 def line_label(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dphero.experiments.pictures import GREY, METHOD_COLOURS
 from dphero.report.figures.drawing import Drawing, layout, safe
 from dphero.report.read import Run
 from dphero.report.words import epsilon as shown_epsilon
@@ -22,7 +23,7 @@ def partition(run: Run) -> Drawing | None:
         "x": [safe(f"{name}") for name in held.classes],
         "y": [f"client {name}" for name in names],
         "z": [list(row) for row in counts],
-        "colorscale": [[0, "rgba(46,124,199,0.06)"], [1, "rgba(46,124,199,1)"]],
+        "colorscale": [[0, "#f0f5fb"], [1, "#1f5fa8"]],
         "colorbar": {"title": {"text": "examples"}, "thickness": 12},
         "hovertemplate": "%{y}, class %{x}: %{z} examples<extra></extra>",
     }
@@ -37,7 +38,7 @@ def partition(run: Run) -> Drawing | None:
         f"Who holds what: {run.name}",
         "A grid of how many examples of each class each client holds; darker is more.",
         {"data": [heat], "layout": drawn},
-        ("", *held.classes, "all"),
+        ("client", *held.classes, "all"),
         lines,
         height=120 + max(20, min(30, 1200 // len(names))) * len(names),
     )
@@ -55,7 +56,7 @@ def clients(run: Run) -> Drawing | None:
         "type": "bar",
         "x": [safe(f"client {name}") for name in names],
         "y": values,
-        "marker": {"color": ["#1f5fa8" if name == worst else "#7fb0e3" for name in names]},
+        "marker": {"color": [METHOD_COLOURS["dp-sgd"] if name == worst else GREY for name in names]},
         "hovertemplate": "%{x}: ε = %{y:.4~g}<extra></extra>",
     }
     drawn = layout("", "ε spent by the client")
@@ -63,7 +64,7 @@ def clients(run: Run) -> Drawing | None:
     return Drawing(
         f"clients-{run.name}",
         f"What each client spent: {run.name}",
-        "Bars of the privacy loss ε of each client; the one that spent most is darker.",
+        "Bars of the privacy loss ε of each client; the one that spent most is blue, the others are grey.",
         {"data": [bars], "layout": drawn},
         ("client", "ε"),
         [[name, "∞" if value is None else shown_epsilon(value)] for name, value in zip(names, values, strict=True)],

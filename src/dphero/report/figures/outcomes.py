@@ -1,24 +1,22 @@
-"""Drawings of outcomes: the frontier of privacy and utility, every run, claims and audits."""
+"""Drawings of outcomes: the frontier of privacy and utility, and every run beside the mean of its setting."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
-from dphero.report.figures.drawing import VERDICT_COLOURS, Drawing, Style, layout, line_label, safe, styles
+from dphero.report.figures.drawing import Drawing, Style, layout, line_ends, line_label, safe, styles
 from dphero.report.read import Material, Run
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
-from dphero.report.words import verdict
 
-__all__ = ["Claim", "claims", "claims_of", "frontier", "seeds"]
+__all__ = ["frontier", "seeds"]
 
 _MOST_LINES = 30
-
-Claim = Mapping[str, Any]
-"""A claim on trial: ``what``, ``claimed``, ``true``, ``audited`` (``None`` where not known), ``verdict``."""
+_MOST_LABELS = 24
+_HEIGHT = 440
 
 
 def frontier(material: Material) -> Drawing | None:
@@ -27,7 +25,7 @@ def frontier(material: Material) -> Drawing | None:
     placed = [row for row in rows if _asked(row) is not None]
     if len(rows) < 2 or not placed:
         return None
-    style, data = styles(material.rows), []
+    style, data, named = styles(material.rows), [], []
     ends = [min(_asked(row) or 1.0 for row in placed), max(_asked(row) or 1.0 for row in placed)]
     for label, group in _groups(rows).items():
         look = style[group[0].method]
@@ -36,13 +34,18 @@ def frontier(material: Material) -> Drawing | None:
             data += [_points(label, points, look), _single_runs(material, label, points, look)]
         else:
             data.append(_ceiling(label, group[0], look, ends))
+        named.append((look.group, group[0].label, (points or group)[-1].accuracy or 0.0, look.colour))
     drawn = layout("privacy loss ε (smaller is more private)", "test accuracy")
     drawn["xaxis"] |= {
         "type": "log",
         "tickvals": sorted({x for row in placed if (x := _asked(row)) is not None}),
         "tickformat": ".4~g",
     }
-    drawn["yaxis"] |= {"tickformat": "~%"}
+    low, high = _range(material, rows)
+    drawn["yaxis"] |= {"tickformat": "~%", "range": [low, high]}
+    if len(named) <= _MOST_LABELS:
+        drawn["annotations"] = line_ends(named, low, high, _HEIGHT - 60)
+        drawn["margin"] |= {"r": 20 + 7 * max(len(end["text"]) for end in drawn["annotations"])}
     lines = [
         [line_label(row), shown_epsilon(row.epsilon), shown_accuracy(row.accuracy, row.spread), str(row.seeds)]
         for row in rows
@@ -55,9 +58,17 @@ def frontier(material: Material) -> Drawing | None:
         {"data": data, "layout": drawn},
         ("setting", "true ε", "accuracy (mean ± sd)", "seeds"),
         lines,
-        height=440,
-        controls=("true-epsilon", "single-runs"),
+        height=_HEIGHT,
+        controls=("true-epsilon", "single-runs") if material.runs else ("true-epsilon",),
     )
+
+
+def _range(material: Material, rows: Sequence[Row]) -> tuple[float, float]:
+    """Where the axis of accuracy begins and ends: all points fit, with their error bars, and all single runs."""
+    values = [(row.accuracy or 0.0) + sign * (row.spread or 0.0) for row in rows for sign in (-1, 1)]
+    values += [run.result["accuracy"] for run in material.runs if run.result is not None]
+    room = max(0.06 * (max(values) - min(values)), 0.002)
+    return min(values) - room, max(values) + room
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -75,16 +86,6 @@ def _asked(row: Row) -> float | None:
     return row.asked_epsilon if row.asked_epsilon is not None else _finite(row.epsilon)
 
 
-def _boundless(claim: Claim) -> bool:
-    return claim["true"] is not None and math.isinf(claim["true"])
-
-
-def _beyond(label: str, claim: Claim) -> dict[str, Any]:
-    """What no axis is long enough for."""
-    place = {"x": 1, "xref": "paper", "xanchor": "left", "y": label, "showarrow": False}
-    return {**place, "text": " true ε = ∞ →", "font": {"color": VERDICT_COLOURS[claim["verdict"]]}}
-
-
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
@@ -100,7 +101,7 @@ def _points(label: str, rows: Sequence[Row], look: Style) -> dict[str, Any]:
         "error_y": {"type": "data", "array": [row.spread or 0.0 for row in rows], "thickness": 1.5, "width": 4},
         "customdata": [[shown_epsilon(row.epsilon), row.spread or 0.0, row.seeds] for row in rows],
         "mode": "lines+markers",
-        "line": {"color": look.colour, "dash": look.dash, "width": 2},
+        "line": look.line,
         "marker": {"color": look.colour, "symbol": look.symbol, "size": 9},
         "meta": {"asked": asked, "true": true},
         "hovertemplate": f"{safe(label)}<br>true ε %{{customdata[0]}}<br>accuracy %{{y:.2%}} ± %{{customdata[1]:.2%}}"
@@ -207,99 +208,3 @@ def _mean(row: Row, label: str, look: Style) -> dict[str, Any]:
         "marker": {"symbol": "line-ns-open", "size": 16, "color": look.colour, "line": {"width": 2}},
         "hovertemplate": "mean %{x:.2%}<extra></extra>",
     }
-
-
-# -- claims and audits ----------------------------------------------------------------------------------------------
-
-
-def claims_of(material: Material) -> list[Claim]:
-    """Return every claim on trial: what papers claim against what holds, and what audits found."""
-    found: list[Claim] = []
-    for row in material.rows:
-        runs = material.runs_of(row)
-        if row.claimed_epsilon is not None:
-            found.append(_claim(line_label(row), row.claimed_epsilon, row.epsilon, None, verdict(row, runs).kind))
-    for run in material.runs:
-        found += _audited(run)
-    return found
-
-
-def _audited(run: Run) -> list[Claim]:
-    """What the audit of a run found."""
-    audit, found = run.audit or {}, []
-    ledger = audit.get("ledger")
-    if isinstance(ledger, dict):
-        kind = "refuted" if ledger.get("refuted") else "sound"
-        printed, costs = _number(ledger.get("printed_epsilon")), _number(ledger.get("ledger_epsilon"))
-        found.append(_claim(f"{run.name}: printed, against its ledger", printed, costs, None, kind))
-    for each in [*_list(audit.get("audits")), *_list(audit.get("one_run"))]:
-        claimed = _number(each.get("claimed_epsilon"))
-        audited, true = _number(each.get("audited_epsilon")), _number(each.get("true_epsilon"))
-        sigma = _number(each.get("noise_multiplier"))
-        name = f"{run.name}: {each.get('mechanism', 'audit')}" + ("" if sigma is None else f", σ = {sigma:.3g}")
-        found.append(_claim(name, claimed, true, audited, "refuted" if each.get("refuted") else "sound"))
-    return found
-
-
-def _claim(what: str, claimed: float | None, true: float | None, audited: float | None, kind: str) -> Claim:
-    return {"what": what, "claimed": claimed, "true": true, "audited": audited, "verdict": kind}
-
-
-def _list(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def claims(material: Material) -> Drawing | None:
-    """Claimed against true against audited ε."""
-    found = [
-        each for each in claims_of(material) if any(_finite(each[name]) for name in ("claimed", "true", "audited"))
-    ]
-    if not found or len(found) > _MOST_LINES:
-        return None
-    labels = [safe(each["what"]) for each in found]
-    colours = [VERDICT_COLOURS[each["verdict"]] for each in found]
-    data = []
-    for name, title, symbol in (
-        ("audited", "audited: at least", "triangle-right"),
-        ("claimed", "claimed", "circle-open"),
-        ("true", "true: at most", "diamond"),
-    ):
-        values = [_finite(each[name]) for each in found]
-        if any(value is not None for value in values):
-            data.append(
-                {
-                    "type": "scatter",
-                    "name": title,
-                    "legendgroup": title,
-                    "x": [value or None for value in values],
-                    "y": labels,
-                    "mode": "markers",
-                    "marker": {"symbol": symbol, "size": 11, "color": colours, "line": {"width": 2, "color": colours}},
-                    "hovertemplate": f"%{{y}}<br>{title} ε = %{{x:.4~g}}<extra></extra>",
-                }
-            )
-    drawn = layout("ε (logarithmic)", "")
-    ticks = [step * 10.0**power for power in range(-4, 13) for step in (1, 3)]
-    drawn["xaxis"] |= {"type": "log", "tickformat": ".3~g", "tickvals": ticks}
-    drawn["annotations"] = [_beyond(label, each) for label, each in zip(labels, found, strict=True) if _boundless(each)]
-    drawn["margin"] |= {"r": 100 if drawn["annotations"] else 16}
-    drawn["yaxis"] |= {"autorange": "reversed", "type": "category", "title": {"text": ""}}
-    lines = [
-        [each["what"], *(shown_epsilon(each[name]) for name in ("claimed", "true", "audited")), each["verdict"]]
-        for each in found
-    ]
-    return Drawing(
-        "claims",
-        "Claimed, true and audited ε",
-        "A line for each claim on trial: the claimed ε as a circle, the true one as a diamond, and the lower bound "
-        "that an attack proved as a triangle, on a logarithmic axis. A triangle right of its circle refutes the claim.",
-        {"data": data, "layout": drawn},
-        ("what", "claimed ε", "true ε", "audited: ε at least", "verdict"),
-        lines,
-        height=110 + 34 * len(found),
-        controls=("keys",),
-    )

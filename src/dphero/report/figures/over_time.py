@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
+from dphero.experiments.plots import mean_curve
 from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles
 from dphero.report.gain import RATES, worst_gain
-from dphero.report.read import Material, Run
+from dphero.report.read import Material
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
 from dphero.report.words import percent
@@ -20,6 +20,8 @@ __all__ = ["accuracy", "budget", "diagnostics", "gain"]
 _MOST_BANDS = 6
 _LARGE = 50.0  # an ε above this would hide all others on an even axis
 _CURVE_POINTS = 80
+
+_Curve = Sequence[tuple[float, float, float]]  # epoch, mean and spread over the seeds
 
 
 def gain(material: Material) -> Drawing | None:
@@ -79,21 +81,13 @@ def budget(material: Material) -> Drawing | None:
     for row in material.rows:
         if row.protects == "nothing":
             continue
-        curve = mean_curve(material.runs_of(row), "epsilon")
+        curve = _curve(material, row, "epsilon")
         if not curve:
             if any(run.metrics for run in material.runs_of(row)):
                 unbounded.append(line_label(row))
             continue
         largest = max(largest, *(mean for _, mean, _ in curve))
-        data.append(
-            style[row.method].trace(shown)
-            | {
-                "x": [x for x, _, _ in curve],
-                "y": [mean for _, mean, _ in curve],
-                "mode": "lines+markers" if len(curve) < 30 else "lines",
-                "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: ε = %{{y:.4~g}}<extra></extra>",
-            }
-        )
+        data.append(style[row.method].trace(shown) | _points(row, curve, "ε = %{y:.4~g}"))
         middle = curve[len(curve) // 2]
         asked = "" if row.asked_epsilon is None else f"{row.asked_epsilon:g}"
         lines.append([line_label(row), shown_epsilon(middle[1]), shown_epsilon(curve[-1][1]), asked])
@@ -116,24 +110,14 @@ def budget(material: Material) -> Drawing | None:
 def accuracy(material: Material) -> Drawing | None:
     """Test accuracy over the training, with the spread over seeds."""
     style, data, shown, lines = styles(material.rows), [], set[str](), []
-    curves = {number: mean_curve(material.runs_of(row), "accuracy") for number, row in enumerate(material.rows)}
-    for number, row in enumerate(material.rows):
-        curve = curves[number]
+    for row in material.rows:
+        curve = _curve(material, row, "accuracy")
         if not curve:
             continue
         if row.seeds > 1 and len(material.rows) <= _MOST_BANDS:
             data.append(_band(curve, style[row.method], row))
-        data.append(
-            style[row.method].trace(shown)
-            | {
-                "x": [x for x, _, _ in curve],
-                "y": [mean for _, mean, _ in curve],
-                "customdata": [spread for _, _, spread in curve],
-                "mode": "lines+markers" if len(curve) < 30 else "lines",
-                "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: %{{y:.2%}} ± %{{customdata:.2%}}"
-                "<extra></extra>",
-            }
-        )
+        points = _points(row, curve, "%{y:.2%} ± %{customdata:.2%}")
+        data.append(style[row.method].trace(shown) | points | {"customdata": [spread for _, _, spread in curve]})
         best = max(mean for _, mean, _ in curve)
         lines.append(
             [
@@ -157,7 +141,7 @@ def accuracy(material: Material) -> Drawing | None:
     )
 
 
-def _band(curve: Sequence[tuple[float, float, float]], style: Style, row: Row) -> dict[str, Any]:
+def _band(curve: _Curve, style: Style, row: Row) -> dict[str, Any]:
     forth, back = list(curve), list(reversed(curve))
     return {
         "x": [x for x, _, _ in forth + back],
@@ -178,23 +162,11 @@ def diagnostics(material: Material) -> Drawing | None:
     """Training losses and shares of clipped examples: computed from the private data without noise."""
     style, data, shown, lines = styles(material.rows), [], set[str](), []
     for row in material.rows:
-        runs = material.runs_of(row)
-        loss, clipped = mean_curve(runs, "loss"), mean_curve(runs, "clipped")
-        for curve, axis, dash in ((loss, "y", None), (clipped, "y2", "dash")):
-            if curve:
-                trace = style[row.method].trace(shown)
-                trace["line"] = dict(trace["line"]) | ({"dash": dash} if dash else {})
-                what = "loss" if axis == "y" else "clipped"
-                data.append(
-                    trace
-                    | {
-                        "x": [x for x, _, _ in curve],
-                        "y": [mean for _, mean, _ in curve],
-                        "yaxis": axis,
-                        "mode": "lines",
-                        "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: {what} %{{y:.4~g}}<extra></extra>",
-                    }
-                )
+        loss, clipped = _curve(material, row, "loss"), _curve(material, row, "clipped")
+        if loss:
+            data.append(style[row.method].trace(shown) | _points(row, loss, "loss %{y:.4~g}"))
+        if clipped:
+            data.append(style[row.method].trace(shown) | _points(row, clipped, "clipped %{y:.1%}") | {"yaxis": "y2"})
         if loss or clipped:
             ends = (f"{loss[-1][1]:.4g}" if loss else "–", f"{100 * clipped[-1][1]:.1f} %" if clipped else "–")
             lines.append([line_label(row), *ends])
@@ -216,24 +188,19 @@ def diagnostics(material: Material) -> Drawing | None:
     )
 
 
-def mean_curve(runs: Sequence[Run], name: str) -> list[tuple[float, float, float]]:
-    """Return (time, mean, sample sd) of a metric, where all begun runs were evaluated and the value is finite."""
-    begun = [{line["step"]: line for line in run.metrics} for run in runs if run.metrics]
-    if not begun:
-        return []
-    found = []
-    for step in sorted(set.intersection(*(set(lines) for lines in begun))):
-        values = [lines[step].get(name) for lines in begun]
-        numbers = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
-        if len(numbers) == len(begun):
-            spread = statistics.stdev(numbers) if len(numbers) > 1 else 0.0
-            found.append((_when(begun[0][step]), statistics.fmean(numbers), spread))
-    return found
+def _curve(material: Material, row: Row, name: str) -> _Curve:
+    """Return a metric over the training, a mean over the runs of a row."""
+    return mean_curve([run.metrics for run in material.runs_of(row)], name)
 
 
-def _when(line: Mapping[str, Any]) -> float:
-    epoch = line.get("epoch")
-    return float(epoch) if isinstance(epoch, int | float) else float(line["step"])
+def _points(row: Row, curve: _Curve, shown: str) -> dict[str, Any]:
+    """Return the points of a line, and what is shown of each by hovering."""
+    return {
+        "x": [x for x, _, _ in curve],
+        "y": [mean for _, mean, _ in curve],
+        "mode": "lines+markers" if len(curve) < 30 else "lines",
+        "hovertemplate": f"{safe(line_label(row))}<br>%{{x:.4~g}}: {shown}<extra></extra>",
+    }
 
 
 def _rounds(material: Material) -> dict[str, Any]:
