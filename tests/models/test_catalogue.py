@@ -49,12 +49,13 @@ def test_layers_have_their_published_sizes(name: str, shape: tuple[int, ...]) ->
     assert model(torch.zeros(2, *shape)).shape == (2, 10)
 
 
-def test_the_wide_resnet_has_its_published_size() -> None:
-    model = build("wrn-16-4", CIFAR, 10)
+@pytest.mark.parametrize(("name", "size"), [("wrn-16-4", 2_749_306), ("wrn-16-4-norm-first", 2_748_890)])
+def test_the_wide_resnet_has_its_published_size(name: str, size: int) -> None:
+    model = build(name, CIFAR, 10)
     weights = matrices(model)
     assert len(weights) == 1 + 12 + 3 + 1  # stem, two in each of six blocks, three shortcuts, classifier
     assert sum(rows * columns for rows, columns in weights) == 2_745_264
-    assert sum(p.numel() for p in model.parameters()) == 2_748_890
+    assert sum(p.numel() for p in model.parameters()) == size
     assert not list(model.buffers())  # no statistics of any batch
     shapes = []
     model[7].register_forward_hook(lambda module, inputs, out: shapes.append(tuple(out.shape)))
@@ -64,7 +65,7 @@ def test_the_wide_resnet_has_its_published_size() -> None:
 
 def test_every_model_is_listed() -> None:
     assert tuple(entry.name for entry in MODELS) == NAMES
-    assert {name for name, _ in SIZES} | {"wrn-16-4"} == set(NAMES)
+    assert {name for name, _ in SIZES} | {"wrn-16-4", "wrn-16-4-norm-first"} == set(NAMES)
     assert all(entry.line and entry.inputs and len(entry.line) < 90 for entry in MODELS)
 
 

@@ -21,13 +21,14 @@ from dphero.models.wide_resnet import Standardised, StandardisedConv2d
 from tests.oracle.micro_batches import check, compare, guided, micro_batches, tapped, trained
 
 
-def small() -> nn.Module:
+def small(order: str = "norm-relu-conv") -> nn.Module:
     """A stem, a block with a shortcut and stride, one without, and a classifier, in few channels."""
     torch.manual_seed(0)
+    block = wide_resnet._NormFirst if order == "norm-relu-conv" else wide_resnet._ReLUFirst
     model = nn.Sequential(
         StandardisedConv2d(2, 16, 3),
-        wide_resnet._Block(16, 32, 2),
-        wide_resnet._Block(32, 32, 1),
+        block(16, 32, 2),
+        block(32, 32, 1),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(32, 3),
@@ -46,10 +47,11 @@ def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return torch.randn(5, 2, 8, 8, dtype=dtype), torch.tensor([0, 1, 2, 0, 1])
 
 
+@pytest.mark.parametrize("order", ["norm-relu-conv", "relu-norm-conv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["single", "double"])
 @pytest.mark.parametrize("side", [None, "left", "right", "both"])
-def test_gradients_are_those_of_micro_batches(side: str | None, dtype: torch.dtype) -> None:
-    module = small().to(dtype)
+def test_gradients_are_those_of_micro_batches(side: str | None, dtype: torch.dtype, order: str) -> None:
+    module = small(order).to(dtype)
     geometry: dict[str, Geometry] | None = None if side is None else guided(module, PCA(side=side))
     check(module, batch(dtype), loss, geometry, 1e-3 if dtype == torch.float32 else 1e-9)
 
@@ -306,6 +308,23 @@ def test_an_output_changed_in_place_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match="changed in place"):
         tapped(Hasty(), batch(), loss)
+
+
+@pytest.mark.parametrize("order", ["relu-norm-conv", "norm-relu-conv"])
+def test_the_order_of_layers(order: wide_resnet.Order) -> None:
+    """ReLU first: every convolution after the first, those of skips too, gets what a norm returned."""
+    model = wide_resnet.wide_resnet(3, 10, depth=10, width=1, order=order)
+    normed: list[Tensor] = []
+    found: list[bool] = []
+    for child in model.modules():
+        if isinstance(child, nn.GroupNorm):
+            child.register_forward_hook(lambda module, args, out: normed.append(out))
+        if isinstance(child, StandardisedConv2d):
+            child.register_forward_pre_hook(lambda module, args: found.append(any(args[0] is out for out in normed)))
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 10)
+    assert found == [False] + [order == "relu-norm-conv"] * 8
+    with pytest.raises(ValueError, match="order must be one of 'relu-norm-conv'"):
+        wide_resnet.wide_resnet(3, 10, order="conv-first")  # type: ignore[arg-type]
 
 
 def test_it_has_a_rule_of_its_own_and_normalises() -> None:

@@ -78,9 +78,17 @@ MODELS = (
     ),
     Entry(
         "wrn-16-4",
-        "wide ResNet, group norms, standardised weights",
+        "wide ResNet, standardised weights; ReLU, group norm, convolution",
         "images",
         _for_images(lambda channels, height, width, classes: wide_resnet.wide_resnet(channels, classes)),
+    ),
+    Entry(
+        "wrn-16-4-norm-first",
+        "the same with group norm, ReLU, convolution",
+        "images",
+        _for_images(
+            lambda channels, height, width, classes: wide_resnet.wide_resnet(channels, classes, order="norm-relu-conv")
+        ),
     ),
 )
 """The built-in models."""

@@ -14,11 +14,13 @@ standardising lets through counts,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero._checks import one_of
 from dphero.geometry.diagonal import Scalar
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution, convolution_arguments
@@ -31,6 +33,7 @@ from dphero.numerics.precision import matmul_tf32
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 
 _EPSILON = 1e-4
+_GROUPS = 16  # of each group norm
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
 """Elements of per-example gradients to handle at a time, where they are formed."""
 _SLABS = (3, 0, 2, 4, 1)
@@ -224,12 +227,12 @@ def _square_norms(gradients: Tensor, geometry: Geometry) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(part, dim=(1, 2)) for part in whitened]).square_().sum(0)
 
 
-class _Block(nn.Module):
+class _NormFirst(nn.Module):
     """Norm – ReLU – conv, twice, added to the input (which a 1×1 convolution fits where the size changes)."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(16, inner), nn.GroupNorm(16, outer)
+        self.norm1, self.norm2 = nn.GroupNorm(_GROUPS, inner), nn.GroupNorm(_GROUPS, outer)
         self.conv1 = StandardisedConv2d(inner, outer, 3, stride)
         self.conv2 = StandardisedConv2d(outer, outer, 3)
         self.shortcut = None if inner == outer and stride == 1 else StandardisedConv2d(inner, outer, 1, stride)
@@ -240,15 +243,45 @@ class _Block(nn.Module):
         return skipped + self.conv2(F.relu(self.norm2(self.conv1(active))))
 
 
-def wide_resnet(channels: int, classes: int, *, depth: int = 16, width: int = 4) -> nn.Module:
-    """Return a pre-activation wide residual network for images of any size."""
-    blocks = (depth - 4) // 6
+class _ReLUFirst(nn.Module):
+    """ReLU – norm – conv, twice, added to the input; where the size changes, to ReLU – norm – 1×1 conv of it."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(_GROUPS, inner), nn.GroupNorm(_GROUPS, outer)
+        self.conv1 = StandardisedConv2d(inner, outer, 3, stride)
+        self.conv2 = StandardisedConv2d(outer, outer, 3)
+        self.shortcut: nn.Module | None = None
+        if inner != outer or stride > 1:
+            self.shortcut = nn.Sequential(nn.GroupNorm(_GROUPS, inner), StandardisedConv2d(inner, outer, 1, stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(x)
+        skipped = x if self.shortcut is None else self.shortcut(active)
+        return skipped + self.conv2(self.norm2(F.relu(self.conv1(self.norm1(active)))))
+
+
+Order = Literal["relu-norm-conv", "norm-relu-conv"]
+
+
+def wide_resnet(
+    channels: int, classes: int, *, depth: int = 16, width: int = 4, order: Order = "relu-norm-conv"
+) -> nn.Module:
+    """Return a pre-activation wide residual network for images of any size.
+
+    With ``relu-norm-conv``, which De et al. (2022) have, every convolution gets inputs of one size, and so per-example
+    gradients of more even norms: it learns better with private gradients. ``norm-relu-conv`` is the usual order
+    without privacy.
+    """
+    one_of("order", order, get_args(Order))
+    block = _ReLUFirst if order == "relu-norm-conv" else _NormFirst
     inner = 16
     layers: list[nn.Module] = [StandardisedConv2d(channels, inner, 3)]
     for stage in range(3):
         outer = 16 * 2**stage * width
-        for block in range(blocks):
-            layers.append(_Block(inner, outer, 2 if stage and not block else 1))
+        for number in range((depth - 4) // 6):
+            layers.append(block(inner, outer, 2 if stage and not number else 1))
             inner = outer
-    layers += [nn.GroupNorm(16, inner), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, classes)]
-    return nn.Sequential(*layers)
+    last: list[nn.Module] = [nn.ReLU(), nn.GroupNorm(_GROUPS, inner)]
+    layers += last if order == "relu-norm-conv" else last[::-1]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inner, classes))

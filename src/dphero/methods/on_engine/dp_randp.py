@@ -268,7 +268,7 @@ class DPRandP(Method):
         "mnist": {"options": {"pretrain_steps": 1000}},
         "fashion-mnist": {"options": {"pretrain_steps": 1000}},
         "cifar10": {
-            "model": "wrn-16-4",
+            "model": "wrn-16-4-norm-first",
             "lot": 4096,
             "epochs": 20,
             "lr": 2.0,

@@ -259,7 +259,13 @@ class LabelDP(Method):
         "digits": {"lot": 64, "epochs": 20},
         "mnist": {"model": "lenet", "epochs": 6, "options": {"stages": 3}},
         "fashion-mnist": {"model": "lenet", "epochs": 6, "options": {"stages": 3}},
-        "cifar10": {"model": "wrn-16-4", "lot": 512, "lr": 0.4, "epochs": 60, "options": {"mixup": 8.0}},
+        "cifar10": {
+            "model": "wrn-16-4-norm-first",
+            "lot": 512,
+            "lr": 0.4,
+            "epochs": 60,
+            "options": {"mixup": 8.0},
+        },
     }
 
     stages: int = 2
