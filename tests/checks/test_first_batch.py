@@ -626,6 +626,36 @@ def test_a_wrong_rule_is_found_out(forward_factor: float, gradient_factor: float
         run(Wrong(), torch.randn(6, 8))
 
 
+def test_a_rule_that_is_wrong_under_autocast_alone_is_found_out() -> None:
+    class Wrong(Projection):
+        pass
+
+    @dphero.register(Wrong)
+    def wrong(call: Any, x: Tensor) -> Tensor:
+        factor = 3.0 if torch.is_autocast_enabled("cpu") else 1.0
+        return call.tap(lambda: x @ call["matrix"].T, lambda d, x: {"matrix": Outer(d, factor * x)}, x)
+
+    run(Wrong(), torch.randn(6, 8))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"'matrix' of .* another gradient"):
+        run(Wrong(), torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_that_autograd_rounds_are_no_reason_to_refuse(seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden = (
+        nn.Conv2d(1, 6, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+    model = nn.Sequential(*hidden, nn.Flatten(), nn.Linear(400, 10))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model, torch.randn(6, 1, 28, 28))  # biases: sums of 784 numbers that nearly cancel, in bfloat16
+
+
 def test_a_parameter_reached_by_another_way() -> None:
     model = Lambda(lambda self, x: x @ self.hidden[0].T, linear=nn.Linear(8, 3))
     model.hidden = [model.linear.weight]
