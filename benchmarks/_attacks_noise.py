@@ -20,7 +20,7 @@ from dphero import BudgetExhausted, PrivacyEngine, checkpoint, engine
 from dphero.mechanism import release as mechanism
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.release import Mechanism
-from dphero.noise import FastNoise, fast
+from dphero.noise import FastNoise, key_stream
 from dphero.noise import box_muller as pairs
 
 LOT, DELTA = 12.0, 1e-5
@@ -89,9 +89,9 @@ def tails() -> Figures:
         self._words[0].zero_()
         self._words[1].fill_(1 << 30)
 
-    least = (fast._Lane, "_second_word", lambda self, code, pair: 2.0**-65)
+    least = (key_stream._Lane, "_second_word", lambda self, code, pair: 2.0**-65)
     noise = torch.empty(128)
-    with without((fast._Lane, "_encrypt", smallest), least):
+    with without((key_stream._Lane, "_encrypt", smallest), least):
         FastNoise().fill([noise], 1.0, 0)
     end, sigma, rate, steps = float(noise.max()), 0.5, 0.001, 20_000
     return {"noise ends at": end, "impossible without the record": float(rate * steps * stats.norm.sf(end - 1 / sigma))}

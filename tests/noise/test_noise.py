@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, secure
+from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, key_stream
 from dphero.noise import box_muller as pairs
 
 KEY = bytes(range(32))
@@ -122,56 +122,7 @@ def test_mixed_types_and_devices_in_one_release():
         assert correlation.abs().max() < 0.025
 
 
-# ---- the transform of the secure source --------------------------------------------------------------------
-
-
-def words(*values: int) -> torch.Tensor:
-    return torch.tensor([v - (1 << 64) if v >= 1 << 63 else v for v in values], dtype=torch.int64)
-
-
-def transform(*values: int) -> torch.Tensor:
-    return secure._box_muller(words(*values), 1.0, out=torch.empty(len(values), dtype=torch.float64))
-
-
-def test_transform_reaches_far_tails_and_is_always_finite():
-    full, top = (1 << 64) - 1, (1 << 53) - 1
-    z = transform(0, 0)  # the smallest uniform, angle 0
-    assert z[0] == pytest.approx(math.sqrt(2 * 65 * math.log(2)))
-    assert z[0] > 9.4
-    assert z[1] == 0
-    assert transform(0, 1 << 52)[0] == pytest.approx(-9.49, abs=0.01)  # half a turn: the other tail
-    assert 8.57 < transform(full - top, 0)[0] < 8.58  # the last word before that of the next uniform
-    assert transform(1, 0)[0] < 8.57
-    for value in (0, 1, top, top + 1, full, 1 << 63):
-        assert torch.isfinite(transform(value, value)).all()
-    assert transform(full, 12345).abs().max() == 0  # u = 1: radius 0
-    assert 5.9 < transform(1 << 27, 0)[0] < 6.1  # between the end of float32 uniforms and ours
-
-
-def test_transform_matches_the_formula():
-    rng = np.random.default_rng(5)
-    bits = rng.integers(0, 1 << 64, size=2000, dtype=np.uint64)
-    low = (bits & np.uint64((1 << 53) - 1)).astype(np.float64)
-    u, v = (low[:1000] + 1) / 2**53, low[1000:] / 2**53
-    expected = np.sqrt(-2 * np.log(u)) * np.stack([np.cos(2 * np.pi * v), np.sin(2 * np.pi * v)])
-    result = secure._box_muller(
-        torch.from_numpy(bits.view(np.int64).copy()), 1.0, torch.empty(2000, dtype=torch.float64)
-    )
-    np.testing.assert_allclose(result.numpy(), expected.ravel(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [1000, 3 * secure._SERIAL + 6, 2 * secure._SECURE_CHUNK + 6])
-def test_secure_stream_is_the_published_cipher(size):
-    """The key stream is AES-256-CTR from counter 0, word for word, in small and in large chunks."""
-    (sample,) = draw(make_secure(), size, release=0, std=1.0, dtype=torch.float64)
-    stream = Cipher(algorithms.AES256(KEY), modes.CTR(bytes(16))).encryptor().update(bytes(8 * size))
-    bits = torch.from_numpy(np.frombuffer(stream, dtype=np.int64).copy())
-    chunk = secure._SECURE_CHUNK if size > 2 * secure._SECURE_CHUNK else secure._SERIAL
-    expected = [secure._box_muller(p, 1.0, torch.empty(len(p), dtype=torch.float64)) for p in bits.split(chunk)]
-    torch.testing.assert_close(torch.cat(expected), sample, rtol=1e-12, atol=1e-12)
-
-
-# ---- the transform of the fast source ----------------------------------------------------------------------
+# ---- the transform -------------------------------------------------------------------------------------------
 
 
 def by_pairs(noise: torch.Tensor) -> np.ndarray:
@@ -231,7 +182,7 @@ def test_refined_radii_follow_their_law():
 
 def test_the_source_refines_what_its_words_ask_for(monkeypatch):
     """The second word is a block of its own of the key stream; the same bits whatever the chunk and thread."""
-    encrypt = fast._Lane._encrypt
+    encrypt = key_stream._Lane._encrypt
 
     def rare(self, code, first, count, begin):
         encrypt(self, code, first, count, begin)
@@ -239,26 +190,31 @@ def test_the_source_refines_what_its_words_ask_for(monkeypatch):
         seen.append((code, first))
 
     seen: list[tuple[bytes, int]] = []
-    monkeypatch.setattr(fast._Lane, "_encrypt", rare)
+    monkeypatch.setattr(key_stream._Lane, "_encrypt", rare)
     source, sizes = FastNoise(seed=3), (400_000, 300)
     drawn = draw(source, *sizes, release=2, std=1.0)
     assert len(seen) > 4
     for code, first in seen:
-        noise = drawn[[fast._name_code("0"), fast._name_code("1")].index(code)]
+        noise = drawn[[key_stream._name_code("0"), key_stream._name_code("1")].index(code)]
         block = noise[2 * first : 2 * first + 256]
         for pair, unit in ((100, 1), (101, 1), (102, 11)):
-            word = key_stream(source, 2, code, (1 << 62) + first + pair)[:8]
+            word = stream_of(source, 2, code, (1 << 62) + first + pair)[:8]
             fraction = (int.from_bytes(word, "little") + 0.5) / 2**64
             radius = math.sqrt(-2 * math.log((unit - 1 + 2 * fraction) / 2**32))
             assert math.hypot(block[pair], block[128 + pair]) == pytest.approx(radius, rel=1e-5)
 
 
-def key_stream(source, release: int, code: bytes, counter: int, blocks: int = 1) -> bytes:
-    """Blocks of AES-128 under the key of a release that is bound to nothing, as documented."""
+def stream_of(source, release: int, code: bytes, counter: int, blocks: int = 1) -> bytes:
+    """Blocks of AES under the key of a release that is bound to nothing, as documented."""
     counters = b"".join(code + (counter + i).to_bytes(8, "big") for i in range(blocks))
-    secret = bytes.fromhex(source.state_dict()["key"])
-    key = hashlib.blake2b(b"noise" + release.to_bytes(8, "big"), key=secret, digest_size=16).digest()
-    return Cipher(algorithms.AES128(key), modes.ECB()).encryptor().update(counters)
+    number = release.to_bytes(8, "big")
+    if isinstance(source, SecureNoise):
+        key = hashlib.blake2b(number, key=KEY, digest_size=32).digest()
+    else:
+        secret = bytes.fromhex(source.state_dict()["key"])
+        key = hashlib.blake2b(b"noise" + number, key=secret, digest_size=16).digest()
+    cipher = algorithms.AES256(key) if len(key) == 32 else algorithms.AES128(key)
+    return Cipher(cipher, modes.ECB()).encryptor().update(counters)
 
 
 def test_on_a_device_two_normals_reach_further_than_one():
@@ -291,7 +247,7 @@ def test_fast_transform_matches_the_formula(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 def test_fast_pairs_are_a_plane_gaussian(dtype):
     """Sine and cosine share a radius: the plane has no corner, no spoke and no ring that a Gaussian has not."""
-    (sample,) = draw(make_fast(), 2 * fast._FAST_CHUNK, release=0, std=1.0, dtype=dtype)
+    (sample,) = draw(make_fast(), 2 * key_stream._CHUNK, release=0, std=1.0, dtype=dtype)
     sine, cosine = by_pairs(sample.double())
     assert stats.kstest((sine**2 + cosine**2) / 2, "expon").pvalue > 0.01
     assert stats.kstest(np.arctan2(sine, cosine) / np.pi, "uniform", (-1, 2)).pvalue > 0.01
@@ -412,11 +368,11 @@ def test_no_value_of_one_type_is_the_rounded_value_of_another():
     assert abs(np.corrcoef(narrow, wide)[0, 1]) < 0.15
 
 
-def words_of(source: FastNoise, release: int, name: str, pairs_: int, width: int) -> np.ndarray:
+def words_of(source: NoiseSource, release: int, name: str, pairs_: int, width: int) -> np.ndarray:
     """The words of a tensor: a row for radii, and one for angles."""
     first = 1 << 63 if width == 8 else 0
     code, blocks = hashlib.blake2b(name.encode(), digest_size=8).digest(), pairs_ * width // 16
-    streams = [key_stream(source, release, code, first + row * (1 << 61), blocks) for row in (0, 1)]
+    streams = [stream_of(source, release, code, first + row * (1 << 61), blocks) for row in (0, 1)]
     return np.stack([np.frombuffer(stream, dtype=f"<i{width}") for stream in streams])
 
 
@@ -431,18 +387,30 @@ def test_fast_stream_is_the_documented_one(release, dtype):
         assert_pairs(by_pairs(noise), words_of(source, release, name, size // 2, dtype.itemsize))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+@pytest.mark.parametrize("release", [0, 7, (1 << 64) - 1])
+def test_secure_noise_is_made_in_float64_under_256_bits(release, dtype):
+    source, tensors = make_secure(), {name: torch.zeros(300_032, dtype=dtype) for name in ("conv.weight", "b")}
+    source.fill(tensors, 1.0, release)
+    wide = {name: torch.zeros(300_032, dtype=torch.float64) for name in tensors}
+    make_secure().fill(wide, 1.0, release)
+    for name, noise in wide.items():
+        assert_pairs(by_pairs(noise), words_of(source, release, name, len(noise) // 2, 8))
+        assert torch.equal(noise.to(dtype), tensors[name])  # rounded once
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 511, 512, 513, 1024, 1025, 7281, 4_000_001])
 def test_chunks_are_equal_and_few(blocks):
-    size = fast._chunk_size(blocks)
+    size = key_stream._chunk_size(blocks)
     chunks = -(-blocks // size)
-    assert size * pairs.BLOCK <= fast._FAST_CHUNK
+    assert size * pairs.BLOCK <= key_stream._CHUNK
     assert chunks <= 2 or chunks % 4 == 0 or blocks > 10**6  # among so many one more or less is nothing
-    assert chunks <= -(-blocks * pairs.BLOCK // fast._FAST_CHUNK) + 3
+    assert chunks <= -(-blocks * pairs.BLOCK // key_stream._CHUNK) + 3
 
 
 def test_no_block_of_the_key_stream_is_used_twice(monkeypatch):
     used: set[tuple[bytes, bytes]] = set()
-    encrypt = fast._Lane._encrypt
+    encrypt = key_stream._Lane._encrypt
 
     class Watched:
         def __init__(self, lane):
@@ -464,8 +432,8 @@ def test_no_block_of_the_key_stream_is_used_twice(monkeypatch):
         encrypt(self, *place)
         self._cipher = cipher
 
-    monkeypatch.setattr(fast._Lane, "_encrypt", watched)
-    source, sizes = make_fast(), (fast._FAST_CHUNK, 7, 90_000, 200_000)
+    monkeypatch.setattr(key_stream._Lane, "_encrypt", watched)
+    source, sizes = make_fast(), (key_stream._CHUNK, 7, 90_000, 200_000)
     for release in (0, 1, 1 << 32):
         source.fill([torch.zeros(n, dtype=d) for n in sizes for d in (torch.float32, torch.float64)], STD, release)
     assert len(used) > 3 * sum(sizes) * 12 / 16
@@ -631,7 +599,7 @@ def test_python_draws_what_the_compiled_function_draws(dtype, monkeypatch):
     sizes = [70_001, 3, 190_000]
     compiled, other = ([torch.ones(size, dtype=dtype) for size in sizes] for _ in range(2))
     make_fast().fill(compiled, STD, 1)
-    monkeypatch.setattr(fast, "chunk_maker", lambda: pairs.make_chunk)
+    monkeypatch.setattr(key_stream, "chunk_maker", lambda: pairs.make_chunk)
     make_fast().fill(other, STD, 1)
     assert all(torch.equal(a, b) for a, b in zip(compiled, other, strict=True))
 

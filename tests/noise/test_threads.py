@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dphero.noise import FastNoise, fast
+from dphero.noise import FastNoise, key_stream
 from dphero.noise import threads as team
 
 Patch = pytest.MonkeyPatch
@@ -94,7 +94,7 @@ def test_an_interrupt_is_not_lost_on_the_way_into_a_call(two_threads: None) -> N
 
 
 def test_noise_that_is_not_all_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "run_on_torch_threads", lambda work, threads: None)
+    monkeypatch.setattr(key_stream, "run_on_torch_threads", lambda work, threads: None)
     with pytest.raises(RuntimeError, match="only 0 of 4 pieces of noise were drawn"):
         FastNoise(5).fill([torch.zeros(400_000)], 1.0, 0)
 

@@ -20,8 +20,6 @@ from dphero.accounting.ledger import Ledger
 from dphero.accounting.prices import DEFAULT_FILTER_ORDER, UnpriceableError
 from dphero.accounting.privacy_loss import compose, split
 
-__all__ = ["TradeOff", "trade_off"]
-
 _RATES = np.unique([0.0, *np.geomspace(1e-6, 0.1, 201), 1e-4, 0.001, 0.01, *np.linspace(0.1, 1.0, 181)])
 _DELTAS = (1e-12, 1e-9, *np.geomspace(1e-7, 0.3, 24))  # where an accountant without a curve is asked for prices
 _READ_AT = 1e-9  # a delta far below every rate that is asked for

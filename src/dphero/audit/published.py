@@ -21,7 +21,7 @@ from dphero.audit.mechanism import after, audit_engine
 from dphero.audit.settings import Settings
 from dphero.audit.threads import one_thread
 from dphero.guidance import PCA
-from dphero.mechanism.release import Mode
+from dphero.mechanism.modes import Mode
 
 __all__ = ["audit_published", "lenet"]
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from dphero.engine import PrivacyEngine
 from dphero.guidance import Guidance
 from dphero.mechanism.clipping import Clipping
-from dphero.mechanism.release import Mode
+from dphero.mechanism.modes import Mode
 from dphero.noise import NoiseSource
 from dphero.sampling import PrivateLoader
 

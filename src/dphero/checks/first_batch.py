@@ -34,8 +34,6 @@ from dphero.functional.vmap import vmapped
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["MixedExamplesError", "probe"]
-
 _ROUNDS = 64
 """How often a module that cannot be followed is recomputed example by example instead, at most."""
 _WAYS = 8

@@ -21,8 +21,6 @@ from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.gradients.batch import GradientBatch
 from dphero.numerics.compare import is_short
 
-__all__ = ["compare_with_autograd"]
-
 _TOLERANCE = 2e-2
 _SHORT_TOLERANCE = 0.2
 """In bfloat16 and float16."""

@@ -18,8 +18,6 @@ from dphero.checks.tapped_pass import bent
 from dphero.hooks.snapshot import same
 from dphero.numerics.compare import is_short, largest_gap
 
-__all__ = ["IndependenceCheck"]
-
 _SLACK = 1e-5
 """Relative difference that rounding may make between runs of the same shape, and"""
 _SLACK_BETWEEN_SIZES = 1e-3

@@ -20,8 +20,6 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["SIZES", "MixedExamplesError", "ModelRuns", "RecordedRun"]
-
 SIZES = (5, 7)
 """The two batch sizes at which a model is run."""
 _ROUNDS = 64

@@ -14,8 +14,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["fix", "require_private_modules", "trained_parameters"]
-
 
 def require_private_modules(module: nn.Module) -> None:
     """Check a model before it is made private.

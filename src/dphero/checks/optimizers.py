@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["innermost", "with_closure_evaluated"]
-
 
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer that steps, out of the wrapper that accelerate or Lightning put around it.

@@ -27,8 +27,6 @@ from dphero.sampling.padding import Padding
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["PaddingCheck"]
-
 _COPIES = 5
 """Of an example that is run with and without its filling."""
 _FIRST = 3

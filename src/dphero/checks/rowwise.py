@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from dphero.hooks.snapshot import ModelSnapshot
 from dphero.numerics.compare import largest_gap
 
-__all__ = ["require_rowwise"]
-
 _KEPT = 2  # rows that are looked at
 _SLACK = 1e-5
 """Relative difference that rounding may make between runs of one shape, and"""

@@ -21,8 +21,6 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["ModelArguments", "Objective", "TappedPass", "bent", "floating", "objective_of", "tapped_pass", "trained_by"]
-
 ModelArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with."""
 Objective = Callable[[list[Tensor]], Sequence[Tensor]]

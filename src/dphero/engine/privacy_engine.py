@@ -22,7 +22,7 @@ from dphero.engine.assembly import assemble
 from dphero.engine.options import Clipping, Options, require_known
 from dphero.guidance import Guidance
 from dphero.mechanism.lot_sum import Diagnostics
-from dphero.mechanism.release import Mode
+from dphero.mechanism.modes import Mode
 from dphero.noise import NoiseSource
 from dphero.run import Run
 from dphero.sampling import PoissonSampler, PrivateLoader, dataset_of, describe_data, public_rate, require_same_data

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dphero.geometry.geometry import Geometry
 
-__all__ = ["ClippedSum"]
-
 
 class ClippedSum:
     """Σ_i w̄_i / B of one lot. No example moved it by more than C / B, measured by ‖A⁻¹ ·‖ over all parameters.

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from dphero._checks import one_of, positive
 
-__all__ = ["Adaptive", "Automatic", "Clipping", "Flat", "OwnRule", "PerLayer", "make_clipping", "total"]
-
-
 _BOUNDS = (1e-20, 1e20)
 """Of a bound that follows the norms: beyond them, float32 has no noise for it."""
 

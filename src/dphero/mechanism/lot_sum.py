@@ -14,8 +14,6 @@ from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.clipping import Clipping
 from dphero.numerics.transfer import Fetched
 
-__all__ = ["Diagnostics", "LotSum"]
-
 
 @dataclass(frozen=True)
 class Diagnostics:

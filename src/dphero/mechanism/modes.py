@@ -22,8 +22,6 @@ import torch
 from dphero.accounting import Event
 from dphero.geometry.geometry import Geometry
 
-__all__ = ["Ball", "Ellipsoid", "Mode", "ModeRule", "UnevenError"]
-
 Mode = Literal["ellipsoid", "ball", "published"]
 
 _ROUNDING = 0.1

@@ -16,8 +16,6 @@ from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.mechanism.modes import ModeRule, UnevenError
 from dphero.numerics.precision import at_least_single, full_precision
 
-__all__ = ["NoiseShape"]
-
 logger = logging.getLogger(__name__)
 
 

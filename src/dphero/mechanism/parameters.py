@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-__all__ = ["Template", "describe"]
-
 _NORMS = (
     nn.LayerNorm,
     nn.GroupNorm,

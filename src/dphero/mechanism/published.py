@@ -17,8 +17,6 @@ from dphero.accounting import AdaptiveGaussian, Event, NoNoise
 from dphero.geometry.geometry import Geometry
 from dphero.mechanism.modes import ModeRule, same_event
 
-__all__ = ["UNSOUND", "Published", "poisson_event", "require_consent"]
-
 UNSOUND = "UNSOUND AS PUBLISHED: the noise is far weaker along some directions than the recipe claims."
 
 

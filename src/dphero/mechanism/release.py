@@ -26,8 +26,6 @@ from dphero.mechanism.published import Published
 from dphero.noise import NoiseSource
 from dphero.numerics.precision import at_least_single
 
-__all__ = ["Mechanism", "Mode"]
-
 _COUNT = "the count of the clip rule"  # a name that no parameter has
 _RULES = {rule.name: rule for rule in (Ellipsoid, Ball, Published)}
 

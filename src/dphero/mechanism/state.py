@@ -10,8 +10,6 @@ from dphero.accounting import Event, Ledger
 if TYPE_CHECKING:
     from dphero.mechanism.release import Mechanism
 
-__all__ = ["load", "require_consistent", "require_own_ledger", "save"]
-
 
 def save(mechanism: Mechanism) -> dict[str, Any]:
     """Return what a checkpoint needs for the coming releases to be what they would have been."""

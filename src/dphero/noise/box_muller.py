@@ -28,8 +28,6 @@ from math import log
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "chunk_maker", "draw_chunk", "make_chunk"]
-
 logger = logging.getLogger(__name__)
 
 BLOCK = 256

@@ -9,47 +9,30 @@ import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from dphero.noise import register
-from dphero.noise.box_muller import BLOCK, chunk_maker, draw_chunk
-from dphero.noise.source import OneTimeSource, Target, copy_back, is_flat
-from dphero.noise.threads import run_on_torch_threads
-
-__all__ = ["FastNoise"]
+from dphero.noise.key_stream import WORDS, KeyStream
+from dphero.noise.source import OneTimeSource, Target
 
 logger = logging.getLogger(__name__)
 
 _STREAM = 2
 """Which words of the key stream make which numbers; in 1, of earlier versions, that went by the place in a release."""
-# How many numbers a thread draws at a time at most. With fewer, threads wait for Python's lock; with more, for memory.
-_FAST_CHUNK = 1 << 17
-_STAGGER = 1040  # numbers between rows: a power of two apart, they would want the same places in a cache
-_AES_BLOCK = 16  # bytes
-_ZEROS = memoryview(bytes(8 * _FAST_CHUNK))  # what is encrypted: the cipher text is then the key stream itself
-_PAIRS = BLOCK // 2
-# Where the counters of words begin that are not 32-bit words of radii: no two kinds ever meet.
-_ANGLES, _SECOND_WORDS, _WIDE = 1 << 61, 1 << 62, 1 << 63
-_WORDS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class FastNoise(OneTimeSource):
     """Gaussian noise from a key stream, repeatable from the key.
 
-    On the CPU every number has an address: noise is a function of (key, release, what it is bound to, the tensor's
-    name, the place in that tensor, 32 or 64 bits) and of nothing else: not of the thread count, of torch's global seed,
-    of strides, of the tensor's size or of the other tensors. So a part of a tensor can be drawn alone (`starts`).
-
-    Each release has a key of its own, hashed from the key, its number, and what it is bound to. Under it, the words of
-    a tensor are AES-128(hash of its name ‖ counter), 64 bits each: those for radii have counters from 0 on, those for
-    angles from 2⁶¹ on; 64-bit words, for float64 tensors, have counters 2⁶³ larger. :mod:`dphero.noise.box_muller`
-    makes numbers of them. On CUDA one Philox generator per device and release has a 64-bit seed hashed from the
-    release's key and the device: there noise goes by the order of the tensors, and none can be drawn in parts.
+    On the CPU noise is a function of (key, release, what it is bound to, the tensor's name, the place in that tensor,
+    32 or 64 bits) and of nothing else (:mod:`dphero.noise.key_stream`), so that a part of a tensor can be drawn alone
+    (`starts`). Each release has an AES-128 key of its own, hashed from the key, its number, and what it is bound to.
+    On CUDA one Philox generator per device and release has a 64-bit seed hashed from the release's key and the device:
+    there noise goes by the order of the tensors, and none can be drawn in parts.
 
     Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.box_muller`), 9.42 in float64, and 9.5
     on CUDA, where a normal is the sum of two, over √2: torch's own end at 6.76. What it does not promise: CPU and
@@ -78,7 +61,7 @@ class FastNoise(OneTimeSource):
             self._key = hashlib.blake2b(str(operator.index(seed)).encode(), digest_size=16).digest()
         self._bound_keys: dict[int, bytes] = {}
         self._key_shared = False
-        self._lanes: dict[torch.dtype, list[_Lane]] = {}
+        self._stream = KeyStream()
         self._cuda: dict[torch.device, torch.Generator] = {}
 
     @property
@@ -161,37 +144,9 @@ class FastNoise(OneTimeSource):
                 streams.setdefault(dtype, []).append(target)
         for stream, members in streams.items():
             if isinstance(stream, torch.dtype):
-                self._draw_on_cpu(members, stream, key)
+                self._stream.draw(members, stream, key)
             else:
                 self._draw_on_cuda(members, stream, key)
-
-    def _draw_on_cpu(self, targets: list[Target], dtype: torch.dtype, key: bytes) -> None:
-        places, detours = list[_Place](), list[tuple[Tensor, Tensor]]()
-        for tensor, _, name, start in targets:
-            skipped = start % BLOCK
-            if is_flat(tensor) and tensor.dtype == dtype and not skipped:
-                flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
-            else:
-                flat = torch.empty(skipped + tensor.numel(), dtype=dtype, device="cpu")
-                detours.append((tensor, flat[skipped:]))
-            places.append(_Place(flat, _name_code(name), start // BLOCK))
-        if len({place.code for place in places}) < len(places):
-            raise RuntimeError(f"names of tensors are alike to 64 bits of a hash: {[each.name for each in targets]}")
-        chunks = _cut(places)
-        threads = min(torch.get_num_threads(), len(chunks))
-        lanes = self._lanes.setdefault(dtype, [])
-        lanes += [_Lane(dtype) for _ in range(threads - len(lanes))]
-        std, todo, done = targets[0].std, iter(chunks), list[int]()  # shared: whoever is free takes the next chunk
-
-        def work(lane: int) -> None:
-            for chunk in todo:
-                lanes[lane].draw(chunk, std, key)
-                done.append(len(chunk))
-
-        run_on_torch_threads(work, threads)
-        if len(done) < len(chunks):  # nobody raised, and yet: better no release than one without noise
-            raise RuntimeError(f"only {len(done)} of {len(chunks)} pieces of noise were drawn; nothing may be released")
-        copy_back(detours)
 
     def _draw_on_cuda(self, targets: list[Target], device: torch.device, key: bytes) -> None:
         if any(target.start for target in targets):
@@ -215,98 +170,12 @@ def draw_on_device(tensor: Tensor, std: float, generator: torch.Generator) -> No
     Each of the two ends where torch's normals end on a GPU: at 6.76 standard deviations in float32, whose uniforms are
     at least 2⁻³³. Their sum reaches √2 times as far. Types of fewer than 32 bits are drawn in float32.
     """
-    dtype = tensor.dtype if tensor.dtype in _WORDS else torch.float32
+    dtype = tensor.dtype if tensor.dtype in WORDS else torch.float32
     half = std / math.sqrt(2)
     noise = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     noise.normal_(0.0, half, generator=generator)
     noise += torch.empty_like(noise).normal_(0.0, half, generator=generator)
     tensor.copy_(noise)
-
-
-class _Place(NamedTuple):
-    """Where noise goes: a vector, the code of its tensor's name, and the block of the tensor that it begins with."""
-
-    flat: Tensor
-    code: bytes
-    first: int
-
-
-def _cut(places: list[_Place]) -> list[list[_Place]]:
-    """Share the blocks of all tensors out among chunks of equal size; the noise does not depend on how."""
-    size = _chunk_size(sum(-(-len(place.flat) // BLOCK) for place in places))
-    chunks: list[list[_Place]] = [[]]
-    room = size
-    for flat, code, first in places:
-        while len(flat):
-            if not room:
-                chunks.append([])
-                room = size
-            part, flat = flat[: room * BLOCK], flat[room * BLOCK :]
-            chunks[-1].append(_Place(part, code, first))
-            blocks = -(-len(part) // BLOCK)
-            first, room = first + blocks, room - blocks
-    return chunks
-
-
-def _chunk_size(blocks: int) -> int:
-    """Return how many blocks a chunk has: as many as another, and among few threads the chunks are shared equally."""
-    chunks = -(-blocks * BLOCK // _FAST_CHUNK)
-    chunks += -chunks % 4 if chunks > 2 else 0
-    return -(-blocks // chunks)
-
-
-class _Lane:
-    """One thread's cipher and working memory, for one type."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._key = b""
-        self._cipher: CipherContext
-        self._width = dtype.itemsize
-        pairs = _FAST_CHUNK // 2
-        self._numbers = torch.empty(3, pairs + _STAGGER, dtype=dtype, device="cpu")
-        self._words = self._numbers[:2].view(_WORDS[dtype])
-        self._streams = [memoryview(row.numpy()).cast("B") for row in self._words]
-        self._tiny = torch.tensor(2.0 ** (-8 * self._width), dtype=dtype, device="cpu")
-        self._make = chunk_maker()
-
-    def draw(self, chunk: list[_Place], std: float, key: bytes) -> None:
-        """Draw one chunk."""
-        if key != self._key:
-            self._key, self._cipher = key, Cipher(algorithms.AES128(key), modes.CTR(bytes(16))).encryptor()
-        firsts = [place.first * _PAIRS for place in chunk]
-        counts = [-(-len(place.flat) // BLOCK) * _PAIRS for place in chunk]
-        begin = 0
-        for place, first, count in zip(chunk, firsts, counts, strict=True):
-            self._encrypt(place.code, first, count, begin)
-            begin += count
-
-        def second(pairs: Tensor) -> Tensor:
-            ends, found = list(accumulate(counts)), []
-            for pair in pairs.tolist():
-                number = next(i for i, end in enumerate(ends) if pair < end)
-                found.append(
-                    self._second_word(chunk[number].code, firsts[number] + pair - ends[number] + counts[number])
-                )
-            return torch.tensor(found, dtype=torch.float64, device="cpu")
-
-        draw_chunk(self._make, self._words, self._numbers, self._tiny, std, [place.flat for place in chunk], second)
-
-    def _encrypt(self, code: bytes, first: int, count: int, begin: int) -> None:
-        """Put the words of a tensor's pairs from `first` on in the rows of radii and angles, from `begin` on."""
-        counter = first * self._width // _AES_BLOCK + (_WIDE if self._width == 8 else 0)
-        for row, stream in enumerate(self._streams):  # longer than this: the cipher wants 15 spare bytes
-            self._cipher.reset_nonce(code + (counter + row * _ANGLES).to_bytes(8, "big"))
-            self._cipher.update_into(_ZEROS[: count * self._width], stream[begin * self._width :])
-
-    def _second_word(self, code: bytes, pair: int) -> float:
-        """Return a number in (0, 1) made from a block of the key stream that no other word comes from."""
-        self._cipher.reset_nonce(code + (_SECOND_WORDS + pair).to_bytes(8, "big"))
-        return (int.from_bytes(self._cipher.update(bytes(8)), "little") + 0.5) * 2.0**-64
-
-
-@lru_cache(1 << 12)
-def _name_code(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 @lru_cache(64)
@@ -317,4 +186,4 @@ def _described(kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
 def _bytes_of(value: Tensor) -> memoryview:
     """Return the bytes of a tensor that is not empty, in the order of its elements."""
     plain = value.detach().contiguous()
-    return (plain if plain.dtype in _WORDS else plain.view(-1).view(torch.uint8)).numpy().data.cast("B")
+    return (plain if plain.dtype in WORDS else plain.view(-1).view(torch.uint8)).numpy().data.cast("B")

@@ -14,8 +14,6 @@ from dphero.noise.fast import FastNoise
 from dphero.noise.secure import SecureNoise
 from dphero.noise.source import NoiseSource, Tensors
 
-__all__ = ["OwnNoise"]
-
 _T = 40.0  # e⁻⁴⁰: how seldom honest noise is refused for its size
 _HEAD = 64  # numbers by which the noise of a release is known again
 _FEWEST = 8  # with fewer, two honest releases might agree

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-__all__ = ["is_new", "to_be_warned_of"]
-
 _MOST = 1 << 20  # releases of a key that are remembered: 8 MB at most
 
 _used: dict[bytes, array[int]] = {}

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, SupportsIndex, runtime_c
 import torch
 from torch import Tensor
 
-__all__ = ["NoiseSource", "OneTimeSource", "Target", "Tensors", "copy_back", "is_flat"]
-
 Tensors = Mapping[str, Tensor] | Sequence[Tensor]
 """Tensors by name, or in an order: then they are called "0", "1", …"""
 
@@ -177,14 +175,3 @@ class OneTimeSource(ABC):
             f"{type(self).__name__} cannot be copied or pickled: two copies would add the same noise. "
             f"Make a new source, or carry state_dict() over to one that replaces this."
         )
-
-
-def is_flat(tensor: Tensor) -> bool:
-    """Tell whether the tensor is one stretch of the CPU's memory."""
-    return tensor.is_cpu and tensor.is_contiguous()
-
-
-def copy_back(detours: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy noise that was drawn in a scratch to the tensor that it belongs in."""
-    for tensor, scratch in detours:
-        tensor.copy_(scratch.view(tensor.shape))

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["run_on_torch_threads"]
-
 _Work = Callable[[int], None]
 
 

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BatchRows", "Leaf", "Path"]
-
 Path = tuple[Any, ...]
 """Keys and numbers that lead to a value inside a batch."""
 _LIST = "list"

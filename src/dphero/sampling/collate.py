@@ -20,8 +20,6 @@ from dphero.numerics.generators import generators_restored, seed_generators
 from dphero.sampling.batch_rows import BatchRows
 from dphero.sampling.padding import PaddedAxis, Padding, pad_further, padded_axes
 
-__all__ = ["CollateCheck", "CollateExamination", "Part", "PrivateCollate", "rows_to_check", "stack_examples"]
-
 _FIRST = 3
 """How many batches are examined whatever their shape."""
 _MOST_SHAPES = 4096

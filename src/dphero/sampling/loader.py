@@ -21,8 +21,6 @@ from dphero.sampling.lots import Lots, PhysicalBatch
 from dphero.sampling.randomness import SeededWorker, secret
 from dphero.sampling.samplers import Sampler
 
-__all__ = ["PrivateLoader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from dphero.sampling.padding import Padding
 from dphero.sampling.randomness import SecretGenerators
 
-__all__ = ["Lots", "PhysicalBatch"]
-
 
 @dataclass(frozen=True)
 class PhysicalBatch:

@@ -12,8 +12,6 @@ from torch import Tensor
 from dphero.numerics.compare import nearly_equal
 from dphero.sampling.batch_rows import BatchRows, Path
 
-__all__ = ["PaddedAxis", "Padding", "pad_further", "padded_axes"]
-
 _TOLERANCE = 1e-5
 """Of the largest entry: rounding may depend on the number of rows."""
 

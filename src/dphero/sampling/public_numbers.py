@@ -10,8 +10,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from dphero._checks import positive, whole
 
-__all__ = ["dataset_of", "public_lot", "public_rate"]
-
 
 def dataset_of(source: DataLoader[Any] | Dataset[Any]) -> tuple[Dataset[Any], int]:
     """Return the dataset behind a source, and its length (private: not to be published).

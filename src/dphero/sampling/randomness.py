@@ -28,8 +28,6 @@ from torch.utils.data import get_worker_info
 
 from dphero.numerics.generators import torch_generators
 
-__all__ = ["SecretGenerators", "SeededWorker", "secret"]
-
 _WORDS = 624
 """32-bit words in the state of a Mersenne twister, which torch (on the CPU), numpy and Python use."""
 _FIRST_WORD = 3

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dphero.numerics.generators import generators_restored, seed_generators
 
-__all__ = ["describe_data", "require_same_data"]
-
 _ROWS = 8
 _CHANGED = 0.5
 """The share of records that have to differ: a transform that is random now and then changes fewer."""

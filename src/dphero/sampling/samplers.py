@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["PoissonSampler", "Sampler", "ShuffleSampler", "generator_of"]
-
 
 class Sampler(Protocol):
     """Draws lots by their index, so that a resumed run draws what the unbroken one would have drawn."""

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["Call", "ModelCall", "Ref", "Source", "leaves", "map_values", "tensors", "tensors_in"]
-
 _DEPTH = 4
 """How deep tensors are looked for in containers and objects."""
 

@@ -41,8 +41,6 @@ from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
-__all__ = ["LossCheck"]
-
 logger = logging.getLogger(__name__)
 
 _FIRST = 4

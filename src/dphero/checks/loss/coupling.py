@@ -22,8 +22,6 @@ from torch.autograd.graph import GradientEdge
 from dphero.checks.loss.graph import children_of, kind_of, output_edges, shape_of, terms
 from dphero.numerics.compare import distinct_numbers
 
-__all__ = ["coupling", "coupling_strength", "halves"]
-
 _BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 """Fused losses that take all columns of a row together; the others take one entry with its target."""
 

@@ -16,27 +16,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-__all__ = [
-    "LINEAR",
-    "OUTPUT",
-    "PRODUCTS",
-    "SELECTING",
-    "ModelOutput",
-    "children_of",
-    "fingerprint",
-    "is_custom",
-    "is_linear",
-    "is_own",
-    "kind_of",
-    "leaf_of",
-    "nodes_below",
-    "output_edges",
-    "reduction_of",
-    "shape_of",
-    "signed",
-    "terms",
-]
-
 OUTPUT = "dphero.output"
 """Marks, in the graph, what the model returned, with its number among the node's outputs."""
 

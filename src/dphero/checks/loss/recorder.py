@@ -22,8 +22,6 @@ from torch.overrides import get_default_nowrap_functions
 from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors, tensors_in
 from dphero.numerics.generators import torch_generators
 
-__all__ = ["Recorder", "Watched", "ordinary", "watched_class"]
-
 _PYTHON = (bool, int, float, complex, torch.Size, tuple, list, np.ndarray)
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _IN_PLACE |= {"__setitem__", "__set__", "__delitem__"}

@@ -29,8 +29,6 @@ from dphero.checks.loss.graph import (
     signed,
 )
 
-__all__ = ["ReductionCheck", "require_same_targets"]
-
 _LOSS_SCALE = 256
 """From here on, a loss that is multiplied by a power of two is taken to be scaled for half precision."""
 

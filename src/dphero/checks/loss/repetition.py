@@ -13,8 +13,6 @@ from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_v
 from dphero.checks.loss.recorder import Recorder
 from dphero.numerics.generators import generators_restored
 
-__all__ = ["SLACK", "RepeatedPass", "Repetition", "axis_of_rows", "by_row"]
-
 SLACK = 1e-5
 """Relative change of a row that rounding may bring about."""
 

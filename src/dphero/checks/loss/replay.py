@@ -31,8 +31,6 @@ from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, axis_
 from dphero.checks.loss.unseen import STEERED, Constants, ancestors, constants_of, limits_of, not_repeated
 from dphero.numerics.compare import is_short
 
-__all__ = ["Findings", "compare_losses"]
-
 _REPLACEMENTS = 6
 """How often a loss is computed again."""
 _SLACK_OF_HALVES = 1e-2

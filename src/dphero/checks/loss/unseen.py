@@ -12,8 +12,6 @@ from torch import Tensor
 from dphero.checks.loss.calls import Call, ModelCall, Ref, leaves, tensors
 from dphero.checks.loss.recorder import Recorder
 
-__all__ = ["OUTSIDE", "STEERED", "Constants", "ancestors", "constants_of", "limits_of", "not_repeated"]
-
 STEERED = (
     "Not checked: the training loop takes branches that depend on the data (if, while or a comparison on a tensor). If "
     "they change the loss, an example changes the gradients of others."

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LayerMoments", "patches"]
-
 Loss = Callable[[Tensor, torch.Generator], Tensor]
 
 

@@ -19,8 +19,6 @@ from dphero.guidance.base import Block, Released, same_settings, settings, share
 from dphero.guidance.prior.layer_moments import Loss, drawn_labels, of_batch
 from dphero.guidance.prior.processes import PROCESSES
 
-__all__ = ["Prior"]
-
 
 @dataclass(eq=False)
 class Prior:

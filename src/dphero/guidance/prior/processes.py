@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-__all__ = ["PROCESSES"]
-
 _LEAVES = 24
 _CHANNELS, _KERNEL = 24, 5
 """Of the random networks."""
