@@ -12,7 +12,6 @@ of the lot and of the batch: a resumed run draws what the unbroken one would hav
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import random
 import secrets
@@ -22,14 +21,12 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.random import mtrand
-from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from dphero.numerics.generators import torch_generators
+from dphero.numerics.generators import RandomState, torch_generators
 
 _WORDS = 624
-"""32-bit words in the state of a Mersenne twister, which torch (on the CPU), numpy and Python use."""
+"""32-bit words in the state of a Mersenne twister, which torch uses on the CPU."""
 _FIRST_WORD = 3
 """Where they begin in the state of a torch generator, read as 64-bit words: one word in each."""
 
@@ -53,11 +50,10 @@ class SecretGenerators:
 
     def __init__(self) -> None:
         self.own: list[torch.Generator] = []
-        self._restore: Callable[[], None] | None = None
+        self._before: RandomState | None = None
         self._source = b""
         self._seed = 0
         self._calls = 0
-        self._numpy = _Twister()
 
     def begin(self, source: bytes) -> None:
         """Let all generators draw from a secret, until :meth:`end`."""
@@ -67,41 +63,35 @@ class SecretGenerators:
 
     def end(self) -> None:
         """Put the generators back to where they were; if somebody has seeded torch meanwhile, that stands."""
-        restore, self._restore = self._restore, None
-        if restore is not None and not self._reseeded():
-            restore()
+        before, self._before = self._before, None
+        if before is not None and not self._reseeded():
+            before.restore()
 
     def hold(self) -> None:
         """Called before the model runs: if somebody has seeded torch since the batch came, draw from a secret again."""
-        if self._restore is not None and self._reseeded():
+        if self._before is not None and self._reseeded():
             self._calls += 1
             self._swap(hashlib.blake2b(self._source + bytes([self._calls % 256]), digest_size=32).digest())
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let the generators stand, inside a ``with`` block, where they will stand after :meth:`end`."""
-        if self._restore is None or self._reseeded():
+        if self._before is None or self._reseeded():
             yield
             return
-        ours, restore = _remember(self._generators()), self._restore
-        restore()
+        ours = RandomState(self.own)
+        self._before.restore()
         try:
             yield
         finally:
-            ours()
-
-    def _generators(self) -> list[torch.Generator]:
-        return torch_generators(self.own)
+            ours.restore()
 
     def _reseeded(self) -> bool:
-        return any(generator.initial_seed() != self._seed for generator in self._generators())
+        return any(generator.initial_seed() != self._seed for generator in torch_generators(self.own))
 
     def _swap(self, source: bytes) -> None:
-        generators = self._generators()
-        self._restore = _remember(generators)
-        if mtrand.get_bit_generator() is self._numpy.bit_generator:  # it was seeded by somebody else, and is his now
-            self._numpy = _Twister()
-        self._seed = _start(source, generators, self._numpy)
+        self._before = RandomState(self.own)
+        self._seed = _start(source, torch_generators(self.own))
 
 
 class SeededWorker:
@@ -127,15 +117,13 @@ class SeededWorker:
         _start(sources[1], [torch.default_generator])
 
 
-def _start(source: bytes, generators: list[torch.Generator], numpy_generator: _Twister | None = None) -> int:
+def _start(source: bytes, generators: list[torch.Generator]) -> int:
     """Let generators start from a secret, torch's all with one number for a seed; return that number.
 
-    On the CPU torch uses 32 bits of a seed, which can be tried out one after another. So the whole state is set there,
-    and that of numpy's generator, which is the quickest way.
+    On the CPU torch uses 32 bits of a seed, which can be tried out one after another. So the whole state is set there.
     """
-    stream = hashlib.shake_128(source).digest(8 * _WORDS + 8 + 16 + 16)
-    words = np.frombuffer(stream, dtype=np.uint32, count=_WORDS)
-    rest = stream[4 * _WORDS : 4 * _WORDS + 40]
+    stream = hashlib.shake_128(source).digest(4 * _WORDS + 40)
+    words, rest = np.frombuffer(stream, dtype=np.uint32, count=_WORDS), stream[4 * _WORDS :]
     seed = int.from_bytes(rest[:8]) >> 1
     for generator in generators:
         if generator.device.type == "cpu":
@@ -145,10 +133,7 @@ def _start(source: bytes, generators: list[torch.Generator], numpy_generator: _T
             generator.set_state(state)
         else:
             generator.manual_seed(seed)
-    if numpy_generator is None:
-        np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
-    else:
-        numpy_generator.start(np.frombuffer(stream, dtype=np.uint32, count=_WORDS, offset=4 * _WORDS + 40))
+    np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
     random.seed(rest[24:])
     return seed
 
@@ -157,37 +142,3 @@ def _start(source: bytes, generators: list[torch.Generator], numpy_generator: _T
 def _seeded_state() -> torch.Tensor:
     """Return the state of a torch generator of the CPU that was seeded and has drawn nothing; its seed comes first."""
     return torch.Generator().manual_seed(0).get_state()
-
-
-class _Twister:
-    """A Mersenne twister of numpy's whose whole state can be set at once.
-
-    Attributes:
-        bit_generator: What numpy draws from.
-    """
-
-    def __init__(self) -> None:
-        self.bit_generator = np.random.MT19937(0)
-        address = self.bit_generator.ctypes.state_address  # 624 words, and how many of them are used up
-        self._state = np.ctypeslib.as_array((ctypes.c_uint32 * (_WORDS + 1)).from_address(address))
-
-    def start(self, words: NDArray[np.uint32]) -> None:
-        """Start from these words."""
-        self._state[:_WORDS] = words
-        self._state[_WORDS] = _WORDS
-        mtrand.set_bit_generator(self.bit_generator)  # which also forgets half a pair of normals
-
-
-def _remember(generators: list[torch.Generator]) -> Callable[[], None]:
-    """Return what puts the generators, numpy's and Python's among them, back to where they are now."""
-    states = [generator.get_state() for generator in generators]
-    numpy_generator = mtrand.get_bit_generator()
-    python_state = random.getstate()
-
-    def restore() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        mtrand.set_bit_generator(numpy_generator)
-        random.setstate(python_state)
-
-    return restore
