@@ -19,6 +19,7 @@ from dphero.experiments.comparison.plan import Planned, load_plan, save_plan
 from dphero.experiments.comparison.pool import Pool, default_workers, threads_each
 from dphero.experiments.comparison.sweep import Outcome, State, outcomes, sweep
 from dphero.experiments.comparison.table import cells, markdown, notes, remark, save_table, tabulate
+from dphero.experiments.pictures import move_apart
 from dphero.methods import METHODS
 
 pytest.importorskip("sklearn")
@@ -428,3 +429,9 @@ def test_outcomes_are_read_from_the_directory(tmp_path):
     plan = plan_of("sgd")
     (found,) = outcomes(plan, tmp_path, {plan[0].name: "why"})
     assert found.result is None and found.error == "why" and found.metrics == []
+
+
+def test_names_at_line_ends_are_moved_apart_as_little_as_can_be():
+    assert move_apart([1.0, 5.0], step=1.0, top=9.0) == [1.0, 5.0]
+    assert move_apart([2.0, 2.0, 2.0], step=1.0, top=9.0) == [1.0, 2.0, 3.0]
+    assert move_apart([2.0, 2.5, 3.1], step=1.0, top=3.0) == [1.0, 2.0, 3.0]

@@ -52,7 +52,7 @@ def test_numbers_equal_the_files(page_of_comparison, comparison, look):
         assert statistics.fmean(each["accuracy"] for each in results) in shown
         if results[0]["epsilon"] is not None:
             assert max(each["epsilon"] for each in results) in shown
-    assert page.locator("#summary .badge.unsound").inner_text() == "unsound as published"
+    assert page.locator("#summary table .badge.unsound").inner_text() == "unsound as published"
     drawn = {each["name"]: each for each in traces(page, "frontier")}
     accuracies = [
         json.loads(each.read_text())["accuracy"] for each in comparison.glob("runs/dp-hero_seed*/result.json")
@@ -97,6 +97,25 @@ def test_fits_the_screen_and_can_be_read(page_of_comparison, look, width, scheme
     assert page.locator("main").count() == page.locator("h1").count() == page.locator("nav").count() == 1
 
 
+def test_on_paper(page_of_comparison, tmp_path, look):
+    """Dark pages are printed in dark ink on white; what matters is unfolded."""
+    page = look(page_of_comparison, scheme="dark")
+    assert min(each[0] for each in page.evaluate(NAMES)) >= 4.5, "names at the ends of lines"
+    page.emulate_media(media="print", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    until(page, "document.querySelector('#statement-0').open")
+    ink = page.locator(".badge.sound").first.evaluate("e => getComputedStyle(e).backgroundColor")
+    assert min(map(int, re.findall(r"\d+", ink))) > 200, "a dark badge would be printed"
+    until(page, "document.querySelector('[data-figure=frontier] .xtick text').style.fill === 'rgb(0, 0, 0)'")
+    write(build(read([many_runs(tmp_path / "many")])), tmp_path / "many.html")
+    page = look(tmp_path / "many.html")
+    assert not page.locator("#all-settings").get_attribute("open")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("#all-settings").get_attribute("open") is not None
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#all-settings").get_attribute("open") is None
+
+
 CONTRASTS = """() => {
   const light = (c) => { const v = c / 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -108,6 +127,14 @@ CONTRASTS = """() => {
       const [a, b] = [luminance(parse(getComputedStyle(e).color)), luminance(behind(e))].sort((x, y) => y - x);
       return [(a + 0.05) / (b + 0.05), e.className + ' ' + e.textContent.slice(0, 30)]; });
 }"""
+
+NAMES = (
+    CONTRASTS.replace(
+        "'p, th, td, .badge, a, summary, caption, .what, .note, button, dt, dd, h2'", "'.annotation text'"
+    )
+    .replace("e.offsetParent && ", "")
+    .replace("getComputedStyle(e).color", "getComputedStyle(e).fill")
+)
 
 
 def test_a_federated_run(tmp_path, look):

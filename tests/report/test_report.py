@@ -61,7 +61,7 @@ def test_a_table_whose_runs_are_gone_and_runs_from_a_gpu(tmp_path):
 
 
 def test_private_things_are_kept_back(log):
-    place = log("run", seed=987654321)
+    place = log("run", {"environment.json": '{"command": ["train", "--seed", "987654321"]}'}, seed=987654321)
     text = build(read([place])).html()
     metrics = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert "987654321" not in text
@@ -138,6 +138,27 @@ def test_heat_maps_are_embedded(log):
     text = build(read([place])).main
     assert "data:image/png;base64,iVBORw0KGgpub3QgbXVjaCBvZiBhIHBpY3R1cmU=" in text
     assert "Heat &lt;maps&gt;" in text and "within the spread of seeds" in text and "PRIVATE training images" in text
+
+
+def test_the_results_of_a_reproduction(tmp_path):
+    source = RESULTS / "reproduction"
+    material = read([source])
+    assert len(material.reproduced) == len(list(source.glob("*.json"))) and not material.problems
+    page = build(material)
+    rows = json.loads((source / "iterations.json").read_text())["rows"]
+    shown = page.main.partition('id="reproduced-iterations"')[2].partition("</details>")[0]
+    accuracies = re.findall(r'data-label="accuracy \(%\)">([^<]+)<', shown)
+    assert accuracies == [f"{row['accuracy']:.4g}" for row in rows]
+    assert shown.count("badge unsound") == sum("UNSOUND" in row["remark"] for row in rows) > 0
+    assert page.main.count("data:image/png") == len(material.reproduced)
+    assert "dphero reproduce table1 --quick" in page.main
+
+    for name, text in (("lots", "{"), ("cifar", '{"rows": 3}'), ("epochs", None)):
+        text = (source / "epochs.json").read_text().replace('"method"', '"methods"') if text is None else text
+        (tmp_path / f"{name}.json").write_text(text)
+    told = json.loads(run(tmp_path, source / "table1.json", "-o", tmp_path / "page.html", "--json").stdout)
+    assert {Path(each["place"]).name for each in told["skipped"]} == {"lots.json", "cifar.json", "epochs.json"}
+    assert "Table 1" in (tmp_path / "page.html").read_text()
 
 
 def test_figures_for_notebooks(comparison):

@@ -128,10 +128,20 @@ def end_labels(axes: Any, ends: Sequence[tuple[str, float, str]], *, size: float
 
 
 def move_apart(values: Sequence[float], step: float, top: float) -> list[float]:
-    """Return places near ascending ``values`` that lie at least ``step`` apart, none above ``top``."""
-    places: list[float] = []
-    for value in values:  # from below, each at least a step above the last
-        places.append(value if not places else max(value, places[-1] + step))
+    """Return places near ascending ``values`` that lie at least ``step`` apart, none above ``top``.
+
+    Values that are too close share a cluster of places, which lies as near to all of them as it can.
+    """
+    clusters: list[list[float]] = []
+    starts: list[float] = []  # where each cluster begins
+    for value in values:
+        clusters.append([value])
+        starts.append(value)
+        while len(clusters) > 1 and starts[-2] + step * len(clusters[-2]) > starts[-1]:
+            last, _ = clusters.pop(), starts.pop()
+            clusters[-1] += last
+            starts[-1] = sum(each - step * k for k, each in enumerate(clusters[-1])) / len(clusters[-1])
+    places = [start + step * k for start, each in zip(starts, clusters, strict=True) for k in range(len(each))]
     for number in reversed(range(len(places))):  # what would stand above the top pushes the others down
         limit = top if number == len(places) - 1 else places[number + 1] - step
         places[number] = min(places[number], limit)

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = ["Html", "join", "script_json", "table", "tag"]
 
+_TWO_COLUMNS = 8  # lines of names and values from which there are two beside each other
 _MOST_STACKED = 8  # columns of a table whose lines a phone shows as cards
 
 
@@ -83,9 +84,14 @@ def table(
         tag("thead", tag("tr", *head, role="row"), role="rowgroup"),
         tag("tbody", *body, role="rowgroup"),
         role="table",  # said again, as a browser forgets it of lines that are shown as cards
-        class_="stacked" if stacked else "pairs" if len(headings) == 2 else None,
+        class_="stacked" if stacked else _pairs(len(body)) if len(headings) == 2 else None,
     )
     return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def _pairs(count: int) -> str:
+    """Long lists of names and values stand in two columns where there is room."""
+    return "pairs columns" if count >= _TWO_COLUMNS else "pairs"
 
 
 def script_json(name: str, value: Any) -> Html:

@@ -17,9 +17,9 @@ import dphero
 from dphero._files import read_bytes, write_atomically
 from dphero.experiments.pictures import ON_DARK
 from dphero.report import sections
+from dphero.report.drawn import Pictures, heat_maps, reproduced
 from dphero.report.figures import federated, outcomes, over_time, trials
 from dphero.report.figures.drawing import Drawing
-from dphero.report.heatmaps import heat_maps
 from dphero.report.markup import Html, join, script_json, tag
 from dphero.report.read import Material
 from dphero.report.summary import summary
@@ -89,7 +89,7 @@ def build(material: Material, *, private_diagnostics: bool = False) -> Report:
         ImportError: If plotly is missing.
     """
     _plotly()
-    page = _Page()
+    page, pictures = _Page(), Pictures()
     if material.rows:
         page.add("summary", "In short", summary(material))
         page.add("promise", "What is promised", sections.promises(material))
@@ -99,7 +99,8 @@ def build(material: Material, *, private_diagnostics: bool = False) -> Report:
         page.add("accuracy", "Accuracy", *map(page.draw, drawings))
         page.add("claims", "Claims on trial", _claims(material, page))
         page.add("federation", "Who holds what", *_federated(material, page))
-    page.add("heat-maps", "Heat maps", heat_maps(material.explained))
+    page.add("paper", "The paper's results, anew", reproduced(material.reproduced, pictures))
+    page.add("heat-maps", "Heat maps", heat_maps(material.explained, pictures))
     if private_diagnostics:
         page.add("diagnostics", "Private diagnostics", _diagnostics(material, page))
     if material.runs:
@@ -162,6 +163,7 @@ def _claims(material: Material, page: _Page) -> Html | None:
         "The claimed ε is what a paper or a run prints; the true ε is what its ledger costs; the audited one is a "
         "lower bound that an attack proved. An audit can refute a claim, never prove one. Claims about single releases "
         "are about two lots at the σ beside them, not about the whole run.",
+        class_="before-figure",
     )
     conclusions = [
         tag("p", tag("strong", f"{run.name}: "), str(run.audit["conclusion"]) + ".")
@@ -198,6 +200,8 @@ def _title(material: Material) -> str:
     methods = list(dict.fromkeys(row.method for row in material.rows))
     data = ", ".join(dict.fromkeys(Path(row.data).name or row.data for row in material.rows))
     if not methods:
+        if material.reproduced:
+            return "The results of the DP-Hero paper, anew"
         return "Heat maps" if material.explained else "Nothing could be read"
     what = (
         methods[0] if len(methods) == 1 else " and ".join(methods) if len(methods) == 2 else f"{len(methods)} methods"

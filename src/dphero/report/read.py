@@ -5,22 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dphero._files import DamagedFile, read_bytes
 from dphero.accounting import Ledger
 from dphero.experiments.comparison.plan import Planned, load_plan
 from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.comparison.table import Row, tabulate
+from dphero.experiments.reproduction.items import ITEMS
 from dphero.experiments.runs.files import parse_json, read_json
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
-from dphero.report.heatmaps import Explained, read_explained
+from dphero.report.drawn import Explained, Reproduced, read_explained, read_reproduced
 
 __all__ = ["Material", "Partition", "Problem", "Run", "read"]
 
@@ -28,6 +29,8 @@ _RESULT = (
     "accuracy", "epsilon", "delta", "steps", "is_bound", "accountant", "other_prices", "noise_multiplier", "seconds",
 )  # fmt: skip
 _NOT_COMPARED = ("method", "epsilon", "noise_multiplier", "seed", "device", "cuda_graphs", "secure", "options")
+_Drawn = TypeVar("_Drawn", Explained, Reproduced)
+_REPRODUCED = tuple(f"{name}.json" for name in ITEMS)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Material:
         rows: One for all seeds of a setting.
         problems: What could not be read.
         explained: Heat maps.
+        reproduced: The paper's table and figures, anew.
     """
 
     sources: tuple[Path, ...]
@@ -118,6 +122,7 @@ class Material:
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
     explained: tuple[Explained, ...] = ()
+    reproduced: tuple[Reproduced, ...] = ()
 
     def runs_of(self, row: Row) -> list[Run]:
         """The runs that a row sums up; those of an old table are gone."""
@@ -136,13 +141,15 @@ def read(paths: Iterable[str | PathLike[str]]) -> Material:
         raise ValueError("there is nothing to report: name the directory of a run, a comparison or a federated run")
     reader = _Reader()
     for source in sources:
-        if not source.is_dir():
+        if not source.is_dir() and not (source.is_file() and source.name in _REPRODUCED):
             what = "is no directory" if source.exists() else "does not exist"
             raise ValueError(f"{source} {what}: name the directory of a run, a comparison or a federated run")
         reader.add(source)
     runs = _named_apart(_set_apart(reader.alone) + reader.compared)
     rows = _with_data([*tabulate([run.outcome for run in runs]), *reader.old_rows])
-    return Material(sources, tuple(runs), tuple(rows), tuple(reader.problems), tuple(reader.explained))
+    problems = reader.problems + [Problem(*each) for explained in reader.explained for each in explained.problems]
+    drawn = tuple(reader.explained), tuple(reader.reproduced)
+    return Material(sources, tuple(runs), tuple(rows), tuple(problems), *drawn)
 
 
 class _Reader:
@@ -154,12 +161,17 @@ class _Reader:
         self.old_rows: list[Row] = []
         self.problems: list[Problem] = []
         self.explained: list[Explained] = []
+        self.reproduced: list[Reproduced] = []
 
     def add(self, source: Path) -> None:
-        for place in (source, source / "explain"):
-            if os.path.lexists(place / "explain.json"):
-                self._explained(place)
-        if os.path.lexists(source / "explain.json"):
+        for path in (source / "explain.json", source / "explain" / "explain.json"):
+            if os.path.lexists(path):
+                self._drawn(path, read_explained, self.explained)
+        items = [source] if source.is_file() else [source / name for name in _REPRODUCED]
+        items = [path for path in items if os.path.lexists(path)]
+        for path in items:
+            self._drawn(path, read_reproduced, self.reproduced)
+        if items or os.path.lexists(source / "explain.json"):
             return
         if os.path.lexists(source / "plan.json"):
             self._comparison(source)
@@ -227,14 +239,11 @@ class _Reader:
                 self.problems.append(Problem(str(path / "partition.csv"), _short(error, path)))
         to.append(replace(run, audit=audit, partition=partition, **about))
 
-    def _explained(self, place: Path) -> None:
+    def _drawn(self, path: Path, read_drawn: Callable[[Path], _Drawn], to: list[_Drawn]) -> None:
         try:
-            found = read_explained(place)
+            to.append(read_drawn(path))
         except (ValueError, OSError) as error:
-            self.problems.append(Problem(str(place / "explain.json"), _short(error, place)))
-            return
-        self.explained.append(found)
-        self.problems += [Problem(name, what) for name, what in found.problems]
+            self.problems.append(Problem(str(path), _short(error, path.parent)))
 
     def _optional(self, path: Path) -> dict[str, Any] | None:
         """Read a file of JSON that a run can do without."""

@@ -20,6 +20,7 @@ __all__ = [
 
 _MANY = 12  # of more, a list is folded
 _FEW = 6  # statements that are printed whole
+_ONE_RUN = ("started", "command")  # of an environment; a command, which old runs kept, may name a seed
 _CONTROLS = {
     "true-epsilon": "place methods at their true ε (not at the ε asked for)",
     "single-runs": "show single runs",
@@ -85,10 +86,11 @@ def promises(material: Material) -> Html:
     statements = join(*parts)
     if len(parts) > _MANY:
         statements = tag("details", tag("summary", f"All {len(parts)} statements"), statements, id="all-statements")
-    said = [tag("li", note) for note in notes(material.rows)]
-    if len(said) > _MANY:
-        return join(statements, tag("details", tag("summary", f"All {len(said)} notes"), tag("ul", *said), id="notes"))
-    return join(statements, tag("ul", *said))
+    said = tag("ul", *(tag("li", note) for note in notes(material.rows)))
+    count = len(notes(material.rows))
+    if count > _MANY:
+        said = tag("details", tag("summary", f"All {count} notes"), said, id="notes", data_print=True)
+    return join(statements, said)
 
 
 def statement(text: str) -> Html:
@@ -118,6 +120,7 @@ def gains() -> Html:
         "The attacker here is the strongest there is: everything is known but whether one record was used, and all "
         "that was released is seen. The curve follows from the whole privacy curve of the ledger by the "
         "likelihood-ratio test: no attack can lie above it. From ε alone one would have to conclude far more.",
+        class_="before-figure",
     )
 
 
@@ -167,13 +170,13 @@ def environment(material: Material) -> Html | None:
     groups: dict[str, list[Run]] = {}
     for run in material.runs:
         if run.environment:
-            known = {name: each for name, each in run.environment.items() if name not in ("started", "command")}
+            known = {name: each for name, each in run.environment.items() if name not in _ONE_RUN}
             groups.setdefault(repr(sorted(_flat(known).items())), []).append(run)
     if not groups:
         return None
     parts = []
     for runs in groups.values():
-        values = _flat(runs[0].environment)
+        values = _flat({name: each for name, each in runs[0].environment.items() if name != "command"})
         lines = [[name.removeprefix("packages."), _words(each)] for name, each in values.items() if each is not None]
         caption = "All runs" if len(groups) == 1 else ", ".join(run.name for run in runs[:5])
         parts.append(
@@ -191,7 +194,7 @@ def reproduce(material: Material) -> Html:
     packages = next((run.environment.get("packages") for run in material.runs if run.environment), None)
     lines = []
     if isinstance(packages, Mapping):
-        pins = [f"{name}=={version}" for name, version in packages.items() if version]
+        pins = [f"{name}=={str(version).partition('+')[0]}" for name, version in packages.items() if version]
         lines += ["# the same versions", f"pip install {' '.join(map(shlex.quote, pins))}", ""]
     for run in material.runs[:3]:
         place = shlex.quote(str(run.path))
@@ -217,6 +220,10 @@ def reproduce(material: Material) -> Html:
             f"dphero compare --resume {shlex.quote(str(source))}",
             "",
         ]
+    for item in material.reproduced:
+        size = {"quick": " --quick", "full": " --full"}.get(item.about["size"], " --data digits")
+        lines.append(f"dphero reproduce {item.about['item']}{size} --out {shlex.quote(str(item.path.parent))}")
+    lines += [""] if material.reproduced else []
     named = " ".join(shlex.quote(str(source)) for source in material.sources)
     lines += ["# this page", f"dphero report {named} -o report.html"]
     return tag("pre", "\n".join(lines))

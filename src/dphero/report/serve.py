@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+from dphero.experiments.reproduction.items import ITEMS
 from dphero.report.page import Report, build
 from dphero.report.read import read
 
@@ -25,7 +26,7 @@ __all__ = ["LiveServer"]
 _HOST = "127.0.0.1"
 _WATCHED = (
     "recipe.toml", "plan.json", "table.json", "metrics.jsonl", "ledger.json", "result.json", "statement.txt",
-    "federation.json", "partition.csv", "audit.json", "explain.json",
+    "federation.json", "partition.csv", "audit.json", "explain.json", *(f"{name}.json" for name in ITEMS),
 )  # fmt: skip
 _NOT_WATCHED = {"tensorboard", "snapshots", "clients"}
 _DEEPEST = 4  # comparison/runs/name/audit/audit.json
@@ -78,8 +79,9 @@ def fingerprint(sources: Sequence[Path]) -> str:
     """Return a text that changes when a watched file does."""
     found = hashlib.sha256()
     for source in sources:
-        for folder, folders, names in os.walk(source):
-            depth = len(Path(folder).relative_to(source).parts)
+        top = source.parent if source.is_file() else source
+        for folder, folders, names in [(str(top), [], [source.name])] if source.is_file() else os.walk(source):
+            depth = len(Path(folder).relative_to(top).parts)
             folders[:] = sorted(set(folders) - _NOT_WATCHED) if depth < _DEEPEST else []
             for name in sorted(set(names) & set(_WATCHED)):
                 try:

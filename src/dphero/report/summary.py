@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dphero.experiments.comparison.table import Row, tabulate
-from dphero.report.figures.drawing import line_label
 from dphero.report.gain import RATES, Gain, worst_gain
 from dphero.report.markup import Html, join, table, tag
 from dphero.report.read import Material, Run
@@ -15,7 +14,8 @@ from dphero.report.words import Verdict, accuracy, epsilon, explain_epsilon, exp
 
 __all__ = ["badge", "outcomes", "run_card", "summary"]
 
-_MANY = 12
+_MANY = 12  # settings; the table of more is folded
+_PRINTED = 60  # settings that are unfolded on paper
 
 
 def badge(found: Verdict) -> Html:
@@ -70,46 +70,69 @@ def _tile(what: str, shown: str, note: str, more: Html | None = None) -> Html:
 
 
 def _several(material: Material) -> Html:
-    sound = [
+    words = None
+    if any(not row.sound for row in material.rows):
+        words = "Settings that are unsound as published are shown with their true ε: compare no accuracy with theirs."
+    shown = outcomes(material)
+    if (count := len(material.rows)) > _MANY:
+        printed = count <= _PRINTED
+        shown = tag("details", tag("summary", f"All {count} settings"), shown, id="all-settings", data_print=printed)
+    return join(_tiles(material), None if words is None else tag("p", words, class_="lead"), shown)
+
+
+def _tiles(material: Material) -> Html | None:
+    """The best setting with a proof, what it gives away, what privacy costs it, and what cannot be believed."""
+    proven = [
         row for row in material.rows if row.accuracy is not None and verdict(row, material.runs_of(row)).kind == "sound"
     ]
-    words = []
-    if sound:
-        best = max(sound, key=lambda row: row.accuracy or 0.0)
-        words.append(
-            f"Among {len(sound)} settings with a proven bound, the most accurate is {line_label(best)}: "
-            f"{accuracy(best.accuracy, best.spread)} at a true ε of {epsilon(best.epsilon)}, δ = {best.delta:g}."
-        )
-    if any(not row.sound for row in material.rows):
-        words.append(
-            "Settings that are unsound as published are shown with their true ε: compare no accuracy with theirs."
-        )
-    shown = outcomes(material)
-    if len(material.rows) > _MANY:
-        shown = tag("details", tag("summary", f"All {len(material.rows)} settings"), shown, id="all-settings")
-    return join(*(tag("p", text, class_="lead") for text in words), shown)
+    if not proven:
+        return None
+    best = max(proven, key=lambda row: row.accuracy or 0.0)
+    gain = worst_gain(material.runs_of(best))
+    shown = value(accuracy(best.accuracy, best.spread), best.accuracy)
+    of_all = f"of {len(proven)} settings with a proven bound: {_name(best)}"
+    tiles = [_tile("most accurate", shown, of_all, badge(verdict(best, material.runs_of(best))))]
+    if gain.curve is not None:
+        note = f"of its members, accusing 1 in 100 outsiders wrongly (true ε {epsilon(best.epsilon)})"
+        tiles.append(_tile("an attacker finds at most", _found(gain, RATES[1]), note))
+    free = [row for row in material.rows if row.protects == "nothing" and row.data == best.data and row.accuracy]
+    if free:
+        ceiling = max(free, key=lambda row: row.accuracy or 0.0)
+        lost = 100 * ((ceiling.accuracy or 0.0) - (best.accuracy or 0.0))
+        note = f"of accuracy against {ceiling.label}, which reaches {accuracy(ceiling.accuracy)} without privacy"
+        tiles.append(_tile("privacy costs it", f"{lost:.2f} points", note))
+    unsound = [row for row in material.rows if not row.sound and row.epsilon is not None]
+    if unsound:
+        worst = max(unsound, key=lambda row: row.epsilon or 0.0)
+        claimed = "" if worst.claimed_epsilon is None else f"claims an ε of {epsilon(worst.claimed_epsilon)}, and "
+        note = f"{_name(worst)} {claimed}truly costs {epsilon(worst.epsilon)}"
+        tiles.append(_tile("not to be believed", f"{len(unsound)} settings", note, badge(verdict(worst))))
+    return tag("ul", *tiles, class_="tiles")
 
 
 def outcomes(material: Material) -> Html:
     """Return a table of all settings: what each costs, means and reaches."""
+    gains = [worst_gain(material.runs_of(row)) for row in material.rows]
+    known = any(gain.curve is not None for gain in gains)
     lines = []
-    for row in material.rows:
-        runs, spent = material.runs_of(row), _spent(material, row)
-        gain = worst_gain(runs)
+    for row, gain in zip(material.rows, gains, strict=True):
+        spent = _spent(material, row)
         lines.append(
             [
-                join(_name(row), tag("div", badge(verdict(row, runs)))),
+                join(_name(row), tag("div", badge(verdict(row, material.runs_of(row))))),
                 value(epsilon(spent), spent),
                 value(accuracy(row.accuracy, row.spread), row.accuracy),
-                _found(gain, RATES[1]),
-                _found(gain, RATES[0]),
+                *((_found(gain, RATES[1]), _found(gain, RATES[0])) if known else ()),
                 _seeds(row),
             ]
         )
-    headings = ("setting", "true ε", "accuracy", "found at 1 %", "found at 0.1 %", "runs")
+    found = ("found at 1 %", "found at 0.1 %") if known else ()
+    headings = ("setting", "true ε", "accuracy", *found, "runs")
     meaning = "“Found at 1 %”: the most members that any attacker finds who accuses 1 % of outsiders wrongly."
-    shown = table(headings, lines, caption="What each setting costs, reaches and gives away", numbers=(1, 2, 3, 4))
-    return join(shown, tag("p", meaning, class_="sub"))
+    gone = "What an attacker could find is not known: of these runs the table alone is left, without their ledgers."
+    caption = "What each setting costs, reaches and gives away" if known else "What each setting costs and reaches"
+    shown = table(headings, lines, caption=caption, numbers=range(1, len(headings) - 1))
+    return join(shown, tag("p", meaning if known else gone, class_="sub"))
 
 
 def _name(row: Row) -> str:

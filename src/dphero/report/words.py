@@ -14,6 +14,8 @@ from dphero.report.read import Run
 
 __all__ = ["Verdict", "accuracy", "epsilon", "explain_epsilon", "explain_gain", "percent", "verdict"]
 
+_TELLING = 100.0  # factors above this are no comfort
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,12 +82,13 @@ def explain_epsilon(row: Row) -> str:
             "which protects nobody in practice."
         )
     factor = math.exp(row.epsilon) if row.epsilon < 50 else math.inf
-    times = f"a factor of {round_up(factor, 2):,.2f}" if factor < 1e6 else "an astronomical factor"
+    times = f"a factor of {round_up(factor, 2 if factor < 100 else 0):,g}" if factor < 1e6 else "an astronomical factor"
+    large = " So large a factor says little; what an attacker could gain says more." if factor > _TELLING else ""
     standing = "" if row.is_bound else " This is what its accountant charges, not a proven bound."
     return (
-        f"Whoever sees the model, or all that was released while it was trained, learns little about {unit}: the "
+        f"What the model, and all that was released while it was trained, can tell about {unit} is limited: the "
         f"probability of any outcome is the same with it and without it, up to {times} (e^ε), apart from a "
-        f"probability of δ = {row.delta:g}.{standing}"
+        f"probability of δ = {row.delta:g}.{large}{standing}"
     )
 
 

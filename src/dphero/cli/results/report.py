@@ -25,7 +25,8 @@ def report(
         typer.Argument(
             metavar="RUN|COMPARISON|FEDERATED…",
             parser=folder,
-            help="Directories of runs, comparisons and federated runs, finished or not; or folders of such.",
+            help="Directories of runs, comparisons and federated runs, finished or not; or folders of such. Also what "
+            "dphero explain and dphero reproduce have written.",
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The page; report.html unless given.")] = None,
@@ -70,7 +71,13 @@ def report(
         runs = [run.name for run in material.runs]
         typer.echo(to_json({"report": str(out), "bytes": size, "runs": runs, "skipped": skipped}))
         return
-    about = _count(len(material.runs), "run") if material.runs else _count(len(material.rows), "setting")
+    counts = {
+        "run": material.runs, "setting": () if material.runs else material.rows, "explanation": material.explained,
+        "reproduced item": material.reproduced,
+    }  # fmt: skip
+    about = (
+        ", ".join(_count(len(found), what) for what, found in counts.items() if found) or "nothing that could be read"
+    )
     typer.echo(f"{out}: {about}, {size / 1e6:.1f} MB, for your eyes only: accuracies are computed without noise")
 
 

@@ -14,6 +14,20 @@
   const isDark = () => dark.matches && !printing;
   const themed = (colour) => (Array.isArray(colour) ? colour.map(themed) : isDark() ? (onDark[colour] ?? colour) : colour);
 
+  // Names in the colours of their lines, moved towards the text's colour until they can be read.
+  function readable(colour) {
+    const parse = (text) => (text.length === 4 ? [...text.slice(1)].map((each) => each + each) : text.slice(1).match(/../g)).map((each) => parseInt(each, 16));
+    const linear = (value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+    const luminance = ([red, green, blue]) => 0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue);
+    const [text, behind] = printing ? [[0, 0, 0], [255, 255, 255]] : [parse(variable("--text")), parse(variable("--card"))];
+    for (let share = 0; share < 1; share += 0.05) {
+      const mixed = parse(colour).map((each, k) => Math.round(each + share * (text[k] - each)));
+      const [low, high] = [luminance(mixed), luminance(behind)].sort((a, b) => a - b);
+      if ((high + 0.05) / (low + 0.05) >= 4.5) return `rgb(${mixed.join(", ")})`;
+    }
+    return variable("--text");
+  }
+
   async function loadPlotly() {
     const packed = document.getElementById("plotly").textContent;
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
@@ -35,7 +49,10 @@
       if (/^[xy]axis/.test(key)) Object.assign(layout[key], { gridcolor: lines, linecolor: lines, fixedrange: narrow.matches });
     }
     layout.annotations = (layout.annotations ?? []).filter((each) => !each.name || !(narrow.matches || hidden.has(each.name)));
-    for (const each of layout.annotations) each.font.color = each.arrowcolor = themed(each.font.color);
+    for (const each of layout.annotations) {
+      each.arrowcolor = themed(each.font.color);
+      each.font.color = readable(each.arrowcolor);
+    }
     if (narrow.matches) squeeze(data, layout);
     const trueEpsilon = switched.get(`${name} true-epsilon`);
     const singleRuns = switched.get(`${name} single-runs`);

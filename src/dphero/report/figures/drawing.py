@@ -89,8 +89,8 @@ def layout(x: str, y: str) -> dict[str, Any]:
     """Return the layout that all figures share; the page adds the colours of its theme."""
     axis = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.2)", "linecolor": "#888888"}
     return {
-        "xaxis": {**axis, "title": {"text": x}},
-        "yaxis": {**axis, "title": {"text": y}},
+        "xaxis": {**axis, "title": {"text": x, "standoff": 8}},
+        "yaxis": {**axis, "title": {"text": y, "standoff": 12}},
         "margin": {"l": 56, "r": 16, "t": 12, "b": 48},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",

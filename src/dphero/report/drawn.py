@@ -1,0 +1,248 @@
+"""What other commands have drawn, as it lies in their folders: heat maps, and the paper's table and figures anew."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dphero._files import DamagedFile, open_json, read_bytes
+from dphero.experiments.reproduction.report import brief
+from dphero.experiments.reproduction.settings import UNSOUND
+from dphero.experiments.runs.files import read_json
+from dphero.report.markup import Html, join, table, tag
+
+__all__ = ["Explained", "Pictures", "Reproduced", "heat_maps", "read_explained", "read_reproduced", "reproduced"]
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SCORES = {"spearman": "Spearman", "iou": "IoU, top 20 %", "same_class": "same class"}
+_YARDSTICK = "to compare with"
+_MOST_BYTES = 4_000_000  # of all pictures on a page, which has to stay below 10 MB
+
+
+class Pictures:
+    """Puts pictures into a page, as long as it does not grow too large."""
+
+    def __init__(self, most: int = _MOST_BYTES) -> None:
+        self._left = most
+
+    def show(self, title: str, contents: bytes, place: Path) -> Html:
+        """Return a picture in a frame that can be scrolled on a phone, or words where there is no room for it."""
+        if len(contents) > self._left:
+            return tag("p", f"{title}: left out, the page would be too large. It lies in {place}.")
+        self._left -= len(contents)
+        source = f"data:image/png;base64,{base64.b64encode(contents).decode('ascii')}"
+        picture = tag("img", src=source, alt=f"{title} ({place})")
+        framed = tag("div", picture, class_="frame", tabindex="0", role="region", aria_label=title)
+        return tag("figure", tag("figcaption", tag("h3", title)), framed, class_="picture")
+
+
+@dataclass(frozen=True, eq=False)
+class Explained:
+    """What lies in a folder that ``dphero explain`` has written.
+
+    Attributes:
+        place: The folder.
+        numbers: Of ``explain.json``, verified.
+        pictures: Title and contents of each picture.
+        problems: Pictures that could not be read, and why.
+    """
+
+    place: Path
+    numbers: Mapping[str, Any]
+    pictures: Sequence[tuple[str, bytes]]
+    problems: Sequence[tuple[str, str]]
+
+
+def read_explained(path: Path) -> Explained:
+    """Read an ``explain.json`` and the pictures beside it.
+
+    Raises:
+        ValueError: If ``explain.json`` is damaged.
+        OSError: If it cannot be read.
+    """
+    place, numbers = path.parent, open_json(read_json(path), path, required=False)
+    listed = numbers.get("pictures")
+    pictures, problems = [], []
+    for each in listed if isinstance(listed, list) else []:
+        name = str(each.get("file")) if isinstance(each, Mapping) else ""
+        try:
+            if Path(name).name != name or not name.endswith(".png"):
+                raise DamagedFile(path, f"{name!r} is no picture beside it")
+            contents = _picture(place / name)
+            pictures.append((str(each.get("title") or name), contents))
+        except (ValueError, OSError) as error:
+            problems.append((str(place / name), str(error)))
+    return Explained(place, numbers, pictures, problems)
+
+
+def _picture(path: Path) -> bytes:
+    contents = read_bytes(path, follow=False)
+    if not contents.startswith(_PNG):
+        raise DamagedFile(path, "it is no PNG picture")
+    return contents
+
+
+def heat_maps(found: Sequence[Explained], pictures: Pictures) -> Html | None:
+    """Return pictures and verdicts of all explanations: the verdicts follow the first picture."""
+    parts: list[Html | None] = []
+    for explained in found:
+        stamp = explained.numbers.get("stamp")
+        if stamp:
+            parts.append(tag("div", tag("strong", str(stamp)), class_="notice private", role="note"))
+        shown = [pictures.show(title, contents, explained.place) for title, contents in explained.pictures]
+        parts += [*shown[:1], _verdicts(explained), *shown[1:]]
+    return join(*parts) if found else None
+
+
+def _verdicts(explained: Explained) -> Html | None:
+    """Return how far the maps of each training agree with those of training without privacy, and what that means."""
+    numbers = explained.numbers
+    verdicts = [each for each in _list(numbers.get("verdicts")) if isinstance(each, Mapping)]
+    reference, words = numbers.get("reference"), dict[str, list[str]]()
+    for each in verdicts:
+        words.setdefault(str(each.get("group")), []).append(f"{_score(each.get('score'))}: {each.get('verdict')}")
+    lines = [
+        [
+            _other(each, reference),
+            *(_range(each.get(name)) for name in _SCORES),
+            "; ".join(words.pop(group, [_YARDSTICK])),
+        ]
+        for each in _list(numbers.get("agreement"))
+        if isinstance(each, Mapping)
+        and each.get("epoch") == each.get("to") == "last"
+        and reference in (each.get("a"), each.get("b"))
+        and (group := str(each.get("b") if each.get("a") == reference else each.get("a")))
+    ]
+    lines += [[group, *("–" for _ in _SCORES), "; ".join(said)] for group, said in words.items()]
+    if not lines:
+        return None
+    images = numbers.get("images")
+    about = f" ({images.get('count')} images, {images.get('source')})" if isinstance(images, Mapping) else ""
+    headings = ("training", *_SCORES.values(), "verdict")
+    caption = (
+        f"How far privacy changes the maps, and whether by more than another seed does: agreement with those of "
+        f"{reference}, mean (lowest to highest pair){about}"
+    )
+    return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 1 + len(_SCORES)))
+
+
+def _other(agreement: Mapping[str, Any], reference: Any) -> str:
+    """The training that is compared with the reference."""
+    first, second = agreement.get("a"), agreement.get("b")
+    if first == second:
+        return f"{reference}, another seed"
+    return str(second if first == reference else first)
+
+
+def _score(name: Any) -> str:
+    return _SCORES.get(str(name), str(name))
+
+
+def _range(value: Any) -> str:
+    names = ("mean", "low", "high")
+    if not isinstance(value, Mapping) or not all(isinstance(value.get(name), int | float) for name in names):
+        return "–"
+    mean, low, high = (value[name] for name in names)
+    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# -- the paper's table and figures ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reproduced:
+    """What ``dphero reproduce`` has written about one table or figure of the paper.
+
+    Attributes:
+        path: Its JSON file.
+        about: Title, place in the paper, what is shown, and size.
+        notes: What a reader must know.
+        lines: The table: its few most telling columns.
+        picture: Contents of the picture beside the file; ``None`` if there is none.
+    """
+
+    path: Path
+    about: Mapping[str, str]
+    notes: Sequence[str]
+    lines: Sequence[Mapping[str, str]]
+    picture: bytes | None
+
+
+def read_reproduced(path: Path) -> Reproduced:
+    """Read an item of a reproduction.
+
+    Raises:
+        ValueError: If it is damaged.
+        OSError: If it cannot be read.
+    """
+    numbers = read_json(path)
+    about = {name: numbers.get(name) for name in ("item", "title", "paper", "shows", "size")}
+    rows, notes = numbers.get("rows"), numbers.get("notes")
+    if not all(isinstance(each, str) for each in about.values()) or not isinstance(rows, list):
+        raise DamagedFile(path, "it is no item of a reproduction: title, paper, size or rows are missing")
+    try:
+        lines = brief(rows)
+    except (AttributeError, KeyError, TypeError, StopIteration) as error:
+        raise DamagedFile(path, f"its rows cannot be read ({error!r})") from error
+    picture = path.with_suffix(".png")
+    return Reproduced(
+        path,
+        {name: str(each) for name, each in about.items()},
+        [str(note) for note in notes] if isinstance(notes, list) else [],
+        lines,
+        _picture(picture) if picture.is_file() else None,
+    )
+
+
+def reproduced(found: Sequence[Reproduced], pictures: Pictures) -> Html | None:
+    """Return each item's picture, its table and its notes."""
+    words = (
+        "The sound mechanism and the published recipe, which is unsound and stands beside its true ε. Items that are "
+        "called quick train for a fraction of what the paper does: they show the order of things, not its numbers."
+    )
+    parts: list[Html | None] = [tag("p", words)]
+    for each in found:
+        about = each.about
+        parts += [
+            pictures.show(about["paper"], each.picture, each.path) if each.picture else tag("h3", about["paper"]),
+            tag("p", f"{about['title']}, {about['size']}: {about['shows']}.", class_="sub"),
+            tag(
+                "details",
+                tag("summary", "The numbers, and what to know of them"),
+                _table(each),
+                tag("ul", *(tag("li", note) for note in each.notes)),
+                id=f"reproduced-{about['item']}",
+            ),
+        ]
+    return join(*parts) if found else None
+
+
+def _table(item: Reproduced) -> Html | None:
+    """Return the table; what is unsound is marked in it."""
+    if not item.lines:
+        return None
+    headings = list(item.lines[0])
+    where = item.path.with_suffix(".md")
+    lines = [[_marked(line[name]) for name in headings] for line in item.lines]
+    return table(headings, lines, caption=f"The most telling columns; all are in {where}", numbers=_numbers(item.lines))
+
+
+def _marked(text: str) -> Html:
+    name, mark, _ = text.partition(f":\n{UNSOUND}")
+    return join(name, tag("div", tag("span", UNSOUND.lower(), class_="badge unsound"))) if mark else join(text)
+
+
+def _numbers(lines: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return the columns that hold numbers."""
+    return [
+        place
+        for place, name in enumerate(lines[0])
+        if all(line[name].strip("<>≥ ∞").replace(",", "")[:1].isdigit() or not line[name].strip("∞") for line in lines)
+    ]
