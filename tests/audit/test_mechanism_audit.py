@@ -49,16 +49,17 @@ SOUND: list[Settings] = [
     Settings(clipping="adaptive"),
     Settings(sampling="shuffle"),
     Settings(secure=True),
+    Settings(autocast=True),
 ]
 
 
 def called(settings: Settings) -> str:
     return ", ".join(map(str, (settings.mechanism, settings.clipping, settings.sampling, settings.guidance)))[:60] + (
-        ", secure" if settings.secure else ""
+        ", secure" if settings.secure else ", autocast" if settings.autocast else ""
     )
 
 
-OTHERWISE = (1, 2, 3, 4, 6, 7, 10)  # these differ in what the attack below and the canary's tests look at too
+OTHERWISE = (1, 2, 3, 4, 6, 7, 10, 11)  # these differ in what the attack below and the canary's tests look at too
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,15 @@ def test_sound_engines_are_not_refuted(settings: Settings, few: None, monkeypatc
         bound = found.epsilon_any if found.name == "sampling" else found.audited_epsilon  # the fit takes seconds there
         assert bound <= found.claim.epsilon
         assert found.inside.mean() > found.outside.mean() + 0.3  # it did see the canary
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("guidance", ["isotropic", "pca"])
+def test_sound_engines_on_a_gpu_are_not_refuted(guidance: str, autocast: bool, few: None) -> None:
+    made = audit_mechanism(Settings(guidance=guidance, device="cuda", autocast=autocast), releases=60, seed=1)
+    assert not made.refuted, made
+    assert all(found.inside.mean() > found.outside.mean() + 0.3 for found in made.audits)
 
 
 @pytest.mark.parametrize(

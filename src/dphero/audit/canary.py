@@ -96,6 +96,7 @@ def plant(
     Raises:
         ValueError: If no layer can carry it.
     """
+    geometry = {name: shape.to("cpu") for name, shape in geometry.items()}
     directions: dict[str, tuple[Tensor, Tensor, float]] = {}
     for path, layer in model.named_modules():
         if _carries(layer) and (name := prefix + _name(path, aim)) in geometry:
@@ -175,6 +176,8 @@ def _carries(layer: nn.Module) -> bool:
 
 def _planted(path: str, layer: nn.Module, columns: Tensor, rows: Tensor) -> Plant:
     """Shape input and read-out for the layer: for a convolution, one patch, read where it alone is seen."""
+    assert isinstance(layer.weight, Tensor)
+    columns, rows = columns.to(layer.weight.device), rows.to(layer.weight.device)
     if isinstance(layer, nn.Linear):
         return Plant(path, columns[None], rows[None])
     assert isinstance(layer, nn.Conv2d)
@@ -220,7 +223,7 @@ def _weakest(factor: Factor) -> Tensor:
     if isinstance(factor, Dense):
         return factor.basis[:, factor.scales.argmin()].double()
     if isinstance(factor, Diagonal):
-        unit = torch.zeros(factor.size, dtype=torch.float64, device=factor.scales.device)
+        unit = torch.zeros(factor.size, dtype=torch.float64)
         unit[factor.scales.argmin()] = 1.0
         return unit
     if isinstance(factor, LowRank):

@@ -111,9 +111,10 @@ class _Side:
 
     def __init__(self, audited: EngineRelease, canary_in: bool) -> None:
         settings, steps = audited.settings, audited.steps
+        self.settings = settings
         self.rate, self.steps = audited.sample_rate, steps
         self.shuffled = settings.sampling == "shuffle"
-        model = copy.deepcopy(audited.model)
+        model = settings.placed(audited.model)
         self.plants, guidance = audited.prepared()
         self.port = Port(model, self.plants)
         others = _NEIGHBOURS[audited.neighbours]
@@ -166,7 +167,8 @@ class _Side:
         batch = self._next()
         self._aim()
         self.optimizer.zero_grad()
-        outputs = self.port(*batch[: len(self.plants)])
+        with self.settings.precision():
+            outputs = self.port(*batch[: len(self.plants)])
         loss: Any = 0.0
         for output, readout in zip(outputs, batch[len(self.plants) :], strict=True):
             loss = loss + (output * readout).sum()
@@ -247,11 +249,11 @@ def _prepare(
     Where norms are plain, the canary must stay where the noise is weakest: guidance by released gradients is then given
     some releases of nothing but noise to look at, and frozen.
     """
-    port, guidance = Port(copy.deepcopy(model), []), resolve(copy.deepcopy(settings.guidance))
+    port, guidance = Port(settings.placed(model), []), resolve(copy.deepcopy(settings.guidance))
     engine, _ = replace(settings, clipping="flat", sampling="poisson", secure=False).attach(
         port,
         torch.optim.SGD(port.parameters(), lr=0.0),
-        TensorDataset(torch.zeros(1, 1)),
+        TensorDataset(torch.zeros(1, 1)),  # which nobody looks at
         seed=_WARM_UP_SEED,
         guidance=guidance,
         sample_rate=1.0,
@@ -265,7 +267,7 @@ def _prepare(
     geometry = mechanism.noise_geometry
     engine.detach()
     plants = plant(
-        model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.", aim=aim, seed=direction
+        port.model, geometry, clip_norm=settings.max_grad_norm, shaped=shaped, prefix="model.", aim=aim, seed=direction
     )
     frozen = guidance.needs_gradients and not shaped
     return plants, _Frozen(geometry) if frozen else settings.guidance

@@ -34,6 +34,8 @@ class Settings:
         sampling: ``poisson`` or ``shuffle``.
         secure: Whether the noise is cryptographic.
         noise: Makes a noise source of your own, a new one for each engine.
+        device: Where the engine runs.
+        autocast: Whether passes run in bf16 autocast.
     """
 
     mechanism: Mode = "ellipsoid"
@@ -44,6 +46,16 @@ class Settings:
     sampling: Literal["poisson", "shuffle"] = "poisson"
     secure: bool = False
     noise: Callable[[], NoiseSource] | None = None
+    device: str = "cpu"
+    autocast: bool = False
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model on the device."""
+        return copy.deepcopy(model).to(self.device)
+
+    def precision(self) -> torch.autocast:
+        """Return the context in which passes run."""
+        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.autocast)
 
     def attach(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, data: Dataset[Any], *, seed: int, **others: Any

@@ -7,7 +7,6 @@ with nothing but what was released: if the engine's geometry is another, it has 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -103,10 +102,11 @@ class _Watched:
 
     def __init__(self, settings: Settings, model: nn.Module, seed: int) -> None:
         self.settings = settings
-        self.plants = self._plants(model)
-        self.port = Port(copy.deepcopy(model), self.plants)
+        placed = settings.placed(model)
+        self.plants = self._plants(placed)
+        self.port = Port(placed, self.plants)
         planted = records(self.plants, [1.0] * _RECORDS)
-        numbers = torch.arange(_RECORDS)
+        numbers = torch.arange(_RECORDS, device=settings.device)
         shuffled = settings.sampling == "shuffle"
         self.expected = _RATE * _RECORDS
         lot: dict[str, Any] = {} if shuffled else {"sample_rate": _RATE}
@@ -151,11 +151,12 @@ class _Watched:
         physical = self.engine._attached.lots.pending
         present = np.zeros(_RECORDS, dtype=bool)
         if physical is not None and physical.real:
-            present[batch[-1].numpy()[: physical.real]] = True
+            present[batch[-1].cpu().numpy()[: physical.real]] = True
         self.members.append(present)
         unit = self._unit()
         self.optimizer.zero_grad()
-        outputs = self.port(*batch[: len(self.plants)])
+        with self.settings.precision():
+            outputs = self.port(*batch[: len(self.plants)])
         loss: Any = 0.0
         for output, readout in zip(outputs, batch[len(self.plants) : -1], strict=True):
             loss = loss + (output * readout).sum()
@@ -231,7 +232,7 @@ def _distance(ours: Mapping[str, Geometry], theirs: Mapping[str, Geometry]) -> f
         if shape is theirs[name]:
             continue
         fixed = torch.cos(torch.arange(shape.rows * shape.columns, dtype=torch.float64)).reshape(shape.shape)
-        here, there = shape.whiten(fixed), theirs[name].whiten(fixed)
+        here, there = shape.to("cpu").whiten(fixed), theirs[name].to("cpu").whiten(fixed)
         largest = max(largest, float((here - there).norm() / there.norm()))
     return largest
 
