@@ -24,6 +24,8 @@ ITEMS = [
     "learning-rates",
     "linear-analysis",
     "noise-spectra",
+    "heterogeneity",
+    "sigma-per-iteration",
 ]
 
 
@@ -62,7 +64,7 @@ def test_the_tables_of_all_items_fit_80_columns_with_no_word_broken(name, monkey
     words = {word for line in table for word in line.replace("┃", "│").split()}
     expected = {word for line in brief(kept["rows"]) for pair in line.items() for text in pair for word in text.split()}
     assert expected <= words
-    assert "UNSOUND AS PUBLISHED" in " ".join(shown.split())
+    assert name == "heterogeneity" or "UNSOUND AS PUBLISHED" in " ".join(shown.split())  # that has sound rows alone
     assert "The whole table, " in shown and f"is in {name}.md" in " ".join(shown.split())
 
 

@@ -22,8 +22,11 @@ def grid(rows: int, columns: int, *, width: float = 3.5, height: float = 2.7, **
     return figure_of(width * columns + 0.4, height * rows + 1.4, rows, columns, **more)
 
 
-def line(axes: Any, method: str, x: Sequence[float], y: Sequence[float]) -> None:
-    """Draw one method's curve."""
+def line(axes: Any, method: str, x: Sequence[float], y: Sequence[float], deviation: Sequence[float] = ()) -> None:
+    """Draw one method's curve, and a band of one deviation around it where there is one."""
+    if any(deviation):
+        low, high = ([value + sign * by for value, by in zip(y, deviation, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=METHOD_COLOURS[method], alpha=0.18, linewidth=0)
     axes.plot(
         x,
         y,

@@ -1,4 +1,4 @@
-"""What can be reproduced: the paper's table, its figures, and two analyses behind them."""
+"""What can be reproduced: the paper's table, its figures, and analyses behind them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from pathlib import Path
 from dphero._checks import closest
 from dphero.experiments.comparison.plan import Planned
 from dphero.experiments.comparison.sweep import Outcome
-from dphero.experiments.reproduction.figures import boxes, convergence, linear, spectra, table1
+from dphero.experiments.reproduction.figures import (
+    boxes,
+    convergence,
+    heterogeneity,
+    linear,
+    sigma,
+    spectra,
+    table1,
+)
 from dphero.experiments.reproduction.figures.curves import Curves
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import Size
@@ -89,6 +97,24 @@ ITEMS: Mapping[str, Item] = {
             {"quick": "1 minute", "full": "an hour"},
             spectra.plan,
             spectra.present,
+        ),
+        Item(
+            "heterogeneity",
+            "How uneven the noise may be: exponent of the rule, and scope (layer or whole model)",
+            "Theorem 2, section 'whole model'",
+            "accuracy over seeds at equal honest ε, by exponent and scope",
+            {"quick": "4 minutes", "full": "hours; a GPU helps"},
+            heterogeneity.plan,
+            heterogeneity.present,
+        ),
+        Item(
+            "sigma-per-iteration",
+            "σ of every direction at every iteration (the paper's practical view of its parameters)",
+            "section 'A Practical View of Privacy Parameters'",
+            "the matrix of σ over directions and iterations, for each layer",
+            {"quick": "1 minute", "full": "minutes on a GPU"},
+            sigma.plan,
+            sigma.present,
         ),
     )
 }

@@ -42,6 +42,8 @@ _SCREEN: Mapping[str, str] = {  # the columns that a terminal shows, and what th
     "η": "η",
     "method": "method",
     "noise": "noise",
+    "scope": "scope",
+    "exponent": "exponent",
     "accuracy": "accuracy (%)",
     "accuracy (%)": "accuracy (%)",
     "standard deviation": "± (%)",
@@ -54,6 +56,8 @@ _SCREEN: Mapping[str, str] = {  # the columns that a terminal shows, and what th
     "layer": "layer",
     "rule": "rule",
     "weakest": "weakest direction",
+    "weakest, first": "weakest σ, first",
+    "weakest, last": "weakest σ, last",
 }
 _NAMED = ("method", "noise")  # what a remark is about
 _IN_NOTES = ("data", "L", "η")  # not worth a column where all rows have the same
@@ -142,7 +146,7 @@ def brief(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def _weakest(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return, of rows about layers, the one with the weakest direction of each network, state and rule."""
-    if not rows or "layer" not in rows[0]:
+    if not rows or "state" not in rows[0]:
         return rows
     found: dict[Any, Mapping[str, Any]] = {}
     for row in rows:

@@ -20,6 +20,7 @@ __all__ = [
     "PRIVATE",
     "PUBLISHED",
     "RATES",
+    "SEEDS",
     "SIGMAS",
     "UNSOUND",
     "Setting",
@@ -33,6 +34,7 @@ SIGMAS = (0.5, 1.0, 3.0, 5.0, 7.0, 10.0)
 LOTS = (10, 50, 200, 400)
 RATES = (0.1, 0.2)
 DELTAS = (1e-5, 1e-6)
+SEEDS = 5  # of each kind at full length
 CLIP = 1.0  # the paper does not say; its Algorithm 1 has no C in the noise, which is C = 1
 
 Size = Literal["tiny", "quick", "full"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from dphero.accounting import Price, calibrate_noise_multiplier, claimed_by_paper
 from dphero.guidance import PCA
@@ -28,6 +28,7 @@ class DPHero(Method):
         exponent: p: the noise along a principal direction grows with the p-th power of its eigenvalue.
         floor: Added to every (normalised) eigenvalue before.
         refresh_every: Steps between two looks at the weights.
+        scope: ``layer`` normalises each layer alone; in ``model`` all layers share one noise budget.
     """
 
     card: ClassVar[Card] = Card(
@@ -43,6 +44,7 @@ class DPHero(Method):
     exponent: float = 0.25
     floor: float = 0.1
     refresh_every: int = 10
+    scope: Literal["layer", "model"] = "layer"
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
@@ -50,7 +52,7 @@ class DPHero(Method):
 
     def guidance(self) -> PCA:
         """Return the principal directions of the weights."""
-        return PCA(exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every)
+        return PCA(exponent=self.exponent, floor=self.floor, refresh_every=self.refresh_every, scope=self.scope)
 
 
 class _PublishedTrainer(PrivateTrainer):

@@ -19,6 +19,7 @@ from dphero.experiments.reproduction.settings import (
     MNIST,
     PRIVATE,
     PUBLISHED,
+    SEEDS,
     UNSOUND,
     Setting,
     Size,
@@ -45,7 +46,12 @@ _SHAPES: Mapping[Size, _Shape] = {
     "tiny": _Shape(MNIST["tiny"], (3.0,), 2, 512, 4, 1.0),
     "quick": _Shape(MNIST["quick"], (1.0, 3.0, 8.0), 3, 600, 60, 2.0),
     "full": _Shape(
-        MNIST["full"], (1.0, 1.2, 2.0, 2.32, 2.5, 3.0, 3.2, 4.0, 5.07, 6.78, 8.0), seeds=5, lot=2000, steps=900, lr=2.0
+        MNIST["full"],
+        (1.0, 1.2, 2.0, 2.32, 2.5, 3.0, 3.2, 4.0, 5.07, 6.78, 8.0),
+        seeds=SEEDS,
+        lot=2000,
+        steps=900,
+        lr=2.0,
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dphero.experiments.reproduction.figures.curves import Curves, Shape
-from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, RATES
+from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, RATES, SEEDS
 
 __all__ = ["CIFAR_EPOCHS", "EPOCHS", "ITERATIONS", "LEARNING_RATES", "LOT_SIZES"]
 
@@ -15,7 +15,7 @@ ITERATIONS = Curves(
     {
         "tiny": _TINY,
         "quick": Shape(MNIST["quick"], 100, 10),
-        "full": Shape(MNIST["full"], 200, 2, seeds=3),
+        "full": Shape(MNIST["full"], 200, 2, seeds=SEEDS),
     },
     mark=30,
 )
@@ -25,7 +25,7 @@ EPOCHS = Curves(
     {
         "tiny": _TINY,
         "quick": Shape(MNIST["quick"], 300, 30),
-        "full": Shape(MNIST["full"], 6_000, 150),
+        "full": Shape(MNIST["full"], 6_000, 150, seeds=SEEDS),
     },
     axis="epoch",
 )
@@ -35,7 +35,7 @@ CIFAR_EPOCHS = Curves(
     {
         "tiny": _TINY,
         "quick": Shape(CIFAR["quick"], 60, 10, sigmas=(1.0, 5.0, 10.0), lots=(50,)),
-        "full": Shape(CIFAR["full"], 5_000, 125),
+        "full": Shape(CIFAR["full"], 5_000, 125, seeds=SEEDS),
     },
     axis="epoch",
 )
@@ -45,7 +45,7 @@ LOT_SIZES = Curves(
     {
         "tiny": Shape(MNIST["tiny"], 4, 2, sigmas=(3.0,), lots=(10, 50)),
         "quick": Shape(MNIST["quick"], 120, 20, sigmas=(1.0, 3.0, 5.0), lots=LOTS),
-        "full": Shape(MNIST["full"], 300, 10, sigmas=(1.0, 3.0, 5.0), lots=LOTS, seeds=3),
+        "full": Shape(MNIST["full"], 300, 10, sigmas=(1.0, 3.0, 5.0), lots=LOTS, seeds=SEEDS),
     },
     by="lot",
 )
@@ -55,7 +55,7 @@ LEARNING_RATES = Curves(
     {
         "tiny": Shape(MNIST["tiny"], 4, 2, sigmas=(3.0,), rates=RATES),
         "quick": Shape(MNIST["quick"], 100, 10, sigmas=(1.0, 5.0, 10.0), rates=RATES),
-        "full": Shape(MNIST["full"], 300, 10, rates=RATES, seeds=3),
+        "full": Shape(MNIST["full"], 300, 10, rates=RATES, seeds=SEEDS),
     },
     by="lr",
 )

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from dphero.accounting import claimed_by_paper
 from dphero.experiments.comparison.plan import Planned
@@ -29,6 +29,16 @@ from dphero.experiments.reproduction.settings import (
 )
 
 __all__ = ["Curves", "Shape"]
+
+
+class _Look(NamedTuple):
+    """What several runs of one kind were at one moment: accuracies in percent, and their sample deviation."""
+
+    step: int
+    epoch: float
+    accuracy: float
+    deviation: float
+
 
 _CHANCE = 15.0  # percent; ten classes: below this a network has learnt nothing, or lost it
 
@@ -113,7 +123,7 @@ class Curves:
             "direction of its noise.",
             "One run of each kind: differences of a few points are chance."
             if shape.seeds == 1
-            else f"Means of {shape.seeds} seeds.",
+            else f"Means of {shape.seeds} seeds; bands and ± are their sample standard deviation.",
             PRICED,
         ]
 
@@ -139,7 +149,7 @@ class Curves:
 
     def _draw(
         self,
-        curves: Mapping[tuple[Setting, str], list[tuple[float, float, float]]],
+        curves: Mapping[tuple[Setting, str], list[_Look]],
         rows: Sequence[Mapping[str, Any]],
         shape: Shape,
         size: Size,
@@ -155,8 +165,10 @@ class Curves:
             for method in ("sgd", *PRIVATE):
                 curve = curves.get((replace(setting, noise_multiplier=None) if method == "sgd" else setting, method))
                 if curve:
-                    x = [point[1] if self.axis == "epoch" else point[0] for point in curve]
-                    drawing.line(panel, method, x, [point[2] for point in curve])
+                    x = [look.epoch if self.axis == "epoch" else look.step for look in curve]
+                    drawing.line(
+                        panel, method, x, [look.accuracy for look in curve], [look.deviation for look in curve]
+                    )
             more = {"lot": f", L = {setting.lot}", "lr": f", η = {setting.lr:g}", None: ""}[self.by]
             panel.set_title(f"σ = {setting.noise_multiplier:g}{more}", fontsize=10)
             panel.text(0.5, 0.97, _priced(rows, setting), **_corner(panel))
@@ -167,7 +179,7 @@ class Curves:
             if j == 0:
                 panel.set_ylabel("test accuracy (%)")
         room_above(
-            axes[0][0], [point[2] for curve in curves.values() for point in curve]
+            axes[0][0], [look.accuracy + look.deviation for curve in curves.values() for look in curve]
         )  # of all: the axes are shared
         note = f"{size.upper()}: {self._words(shape)}. ε at δ = {DELTAS[0]:g}."
         drawing.finish(figure, directory / self.name, self.title, note)
@@ -211,33 +223,33 @@ def _setting(outcome: Outcome) -> Setting:
     return Setting(recipe.noise_multiplier, recipe.lot, recipe.lr)
 
 
-def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[tuple[float, float, float]]]:
-    """Return (step, epoch, accuracy in percent), the mean over seeds, for each setting and method."""
+def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[_Look]]:
+    """Return the mean over seeds, and how far seeds lie apart, for each setting and method."""
     groups: dict[tuple[Setting, str], dict[int, list[tuple[float, float]]]] = {}
     for outcome in found:
         curve = groups.setdefault((_setting(outcome), outcome.planned.recipe.method), {})
         for line in outcome.metrics:
             curve.setdefault(line["step"], []).append((line["epoch"], 100 * line["accuracy"]))
     return {
-        key: [
-            (step, values[0][0], statistics.fmean(accuracy for _, accuracy in values))
-            for step, values in sorted(curve.items())
-        ]
+        key: [_look(step, values[0][0], [each for _, each in values]) for step, values in sorted(curve.items())]
         for key, curve in groups.items()
     }
 
 
-def _rows(
-    found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[tuple[float, float, float]]]
-) -> list[dict[str, Any]]:
+def _look(step: int, epoch: float, accuracies: Sequence[float]) -> _Look:
+    deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+    return _Look(step, epoch, statistics.fmean(accuracies), deviation)
+
+
+def _rows(found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[_Look]]) -> list[dict[str, Any]]:
     rows, memory = [], dict[Any, float]()
     for (setting, method), curve in curves.items():
         if not curve:
             continue
         runs = [o for o in found if _setting(o) == setting and o.planned.recipe.method == method and o.result]
-        accuracies = [point[2] for point in curve]
+        accuracies = [look.accuracy for look in curve]
         reference = curves.get((Setting(None, setting.lot, setting.lr), "sgd"), [])
-        pairs = [(mine[2], theirs[2]) for mine, theirs in zip(curve, reference, strict=False)]
+        pairs = [(mine.accuracy, theirs.accuracy) for mine, theirs in zip(curve, reference, strict=False)]
         best = max(accuracies)
         rows.append(
             {
@@ -247,10 +259,12 @@ def _rows(
                 "η": setting.lr,
                 "method": method,
                 "remark": remark(method),
-                "steps": curve[-1][0],
+                "steps": curve[-1].step,
                 "accuracy": accuracies[-1],
+                "standard deviation": curve[-1].deviation if len(runs) > 1 else None,
+                "seeds": len(runs),
                 "best": best,
-                "best at step": curve[accuracies.index(best)][0],
+                "best at step": curve[accuracies.index(best)].step,
                 "collapsed": "yes" if best > 2 * _CHANCE and accuracies[-1] < _CHANCE else "",
                 "distance from SGD": statistics.fmean(abs(a - b) for a, b in pairs) if pairs else None,
                 "unrest": statistics.fmean(abs(b - a) for a, b in itertools.pairwise(accuracies))
