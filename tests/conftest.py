@@ -41,3 +41,18 @@ def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     from dphero.noise import FastNoise
 
     monkeypatch.setattr(FastNoise, "_bind", lambda self, release, values: None)
+
+
+@pytest.fixture
+def short_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as on a GPU with tensor cores; their own products are replaced by those of widened numbers."""
+    import torch
+
+    from dphero.numerics import products
+
+    def of_short(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16
+        return torch.matmul(a.float(), b.float(), out=out)
+
+    monkeypatch.setattr(products, "on_tensor_cores", lambda x: True)
+    monkeypatch.setattr(products, "_of_short", of_short)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dphero.geometry.dense import Dense
 from dphero.geometry.diagonal import Diagonal, Scalar
-from dphero.geometry.factor import Factor
+from dphero.geometry.factor import Factor, InnerProducts
 from dphero.geometry.geometry import Geometry, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.gradients import combine as combining
@@ -221,7 +221,7 @@ def without_cross_terms(pieces: list[Piece]) -> Piece:
     [
         (combining, "combine", without_cross_terms, 1),
         (outers, "join", lambda x, fold: x.unflatten(0, (fold, -1)).transpose(0, 1).flatten(1, 2), 2),
-        (outers, "whitened", lambda factor, x: x, 1),
+        (outers, "inner_products", lambda factor, x: InnerProducts(x), 1),
     ],
 )
 def test_these_tests_can_fail(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dphero.geometry.dense import Dense
 from dphero.geometry.geometry import Geometry, identity
-from dphero.gradients import convolution as module
+from dphero.gradients import patches as module
 from dphero.gradients.convolution import Convolution, convolution_arguments
 from dphero.numerics import buffers as room_module
 from dphero.numerics.buffers import ReusableBuffer
@@ -148,7 +148,7 @@ def test_products_of_patches_come_from_products_of_positions(
     forward = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)]
     delta = torch.zeros_like(forward(x, weight, None, stride, padding, dilation))
     piece = Convolution(x, delta, convolution_arguments(weight, stride, padding, dilation, 1))
-    found = torch.cat([grams for _, _, grams in piece._patch_grams()])
+    found = torch.cat([grams for _, _, grams in piece._patches().grams()])
     # patches, one by one: what a kernel of a single 1 reads
     basis = torch.eye(weight[0].numel()).double().view(-1, 3, *kernel)
     patches = forward(x, basis, None, stride, padding, dilation).flatten(2)

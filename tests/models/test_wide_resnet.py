@@ -246,15 +246,14 @@ def test_norms_hold_for_weights_far_from_zero() -> None:
 
 
 SHORT = 2.0**-9
-"""``rounding`` of TF32: two products may differ by that much, so one may be off by half of it."""
+"""The error of TF32: two products may differ by that much, so one may be off by half of it."""
 
 
 class Short(Convolution):
-    """An ordinary convolution's gradients in a short format; norms that are not taken by Gram are too small."""
+    """An ordinary convolution's gradients in a short format: those that are formed are too small."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.rounding = SHORT
+    def forming_error(self) -> float:
+        return SHORT
 
     def worth_keeping(self) -> bool:
         return False
@@ -275,12 +274,11 @@ def test_norms_leave_room_for_a_short_format(left: float, outer: int) -> None:
     found = piece(layer, x, delta, Short)
     assert found.inner.gram_is_cheaper() == (outer > 1)
     assert found._out is not None
-    # ‖h‖ of each channel; the output such that each ⟨ŵ, h⟩ is too large by half the rounding of that
-    h = found.inner.delta.abs() * x.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    # the output such that each ⟨ŵ, h⟩ is too large by half the rounding of the channel's ‖h‖
     found._out = found._out + found._out.sign() * x.flatten(1).norm(dim=1).view(-1, 1, 1, 1) * (SHORT / 2)
     norms = found.square_norms(identity(tuple(weight.shape))).sqrt()
-    added = gradients(layer, x, delta).norm(dim=1) + h.flatten(1).norm(dim=1) * SHORT / 2
-    assert bool((added <= norms * (1 + found.rounding)).all())
+    added = gradients(layer, x, delta).norm(dim=1) * (1 if outer > 1 else 1 - SHORT / 2)
+    assert bool((added <= norms).all())
     assert bool((norms <= added * (1.01 if left == 1.0 else 1.1 if left > 0.1 else math.inf)).all())
 
 

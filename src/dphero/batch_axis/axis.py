@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dphero.numerics.precision import widened
+
 __all__ = ["BatchAxis", "arrange", "compare_shapes"]
 
 
@@ -74,18 +76,16 @@ def compare_shapes(first: torch.Size, second: torch.Size, n_first: int, n_second
 
 
 def arrange(values: Sequence[Any], layouts: Sequence[BatchAxis], examples: int | None = None) -> list[Any]:
-    """Bring tensors into the form from which pieces are made, in single precision at least.
+    """Bring tensors into the form from which pieces are made.
 
-    (Norms and sums are computed by different operations, and must agree also where the model runs in a shorter format.)
-    With ``examples``, tensors are split by examples; else their rows come to the front. What is no tensor stays as it
-    is.
+    With ``examples``, tensors are split by examples, in float32 at least: the model's code is run on them again,
+    without autocast. Else their rows come to the front. What is no tensor stays as it is.
     """
     ways = iter(layouts)
     arranged = []
     for value in values:
         if isinstance(value, Tensor):
             way = next(ways)
-            value = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-            value = way.rows(value) if examples is None else way.split(value, examples)
+            value = way.rows(value) if examples is None else way.split(widened(value), examples)
         arranged.append(value)
     return arranged

@@ -18,10 +18,11 @@ from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
-from dphero.functional.rules import PieceRule, piece_rules
+from dphero.functional.rules import PRODUCTS, PieceRule, piece_rules
 from dphero.functional.unbatched import CannotFollowError, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.piece import Explicit, Piece
+from dphero.numerics.precision import as_multiplied, widened
 
 __all__ = ["attached", "follow"]
 
@@ -124,6 +125,8 @@ class _FollowedCall:
     def _apply_rules(self, tape: GradientSink, out: Tensor, layout: BatchAxis, rules: list[PieceRule]) -> None:
         """Watch the output once for every unbatched argument."""
         for unbatched, make, saved in rules:
+            if self._operation.func in PRODUCTS:
+                saved = tuple(map(as_multiplied, saved))
 
             def carry(*tensors: Tensor, value: Unbatched = unbatched.value, make: Any = make) -> dict[str, Piece]:
                 value.receive(tape, make(*tensors).folded(layout.fold))
@@ -204,7 +207,7 @@ def _once_per_example(
     value.expect(tape)
 
     def carry(gradient: Tensor) -> dict[str, Piece]:
-        value.receive(tape, Explicit(gradient.reshape(rows, layout.fold, -1).sum(1).reshape(rows, *own)))
+        value.receive(tape, Explicit(widened(gradient).reshape(rows, layout.fold, -1).sum(1).reshape(rows, *own)))
         return {}
 
     taps.watch(copy, [layout], carry, (), unbatched.label)
@@ -227,7 +230,7 @@ def _repeated(
     value.expect(tape)
 
     def carry(gradient: Tensor) -> dict[str, Piece]:
-        parts = gradient.reshape(rows, *(size for pair in zip(each, aligned, strict=True) for size in pair))
+        parts = widened(gradient).reshape(rows, *(size for pair in zip(each, aligned, strict=True) for size in pair))
         summed = parts.sum([1 + 2 * axis for axis in range(len(each))])
         value.receive(tape, Explicit(summed.reshape(rows, *own)))
         return {}

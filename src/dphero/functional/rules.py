@@ -17,8 +17,9 @@ from dphero.gradients.convolution import conv_piece, convolution_arguments
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.gradients.rows import Rows
+from dphero.numerics.precision import widened
 
-__all__ = ["SIMPLER", "PieceRule", "piece_rules", "register_function"]
+__all__ = ["PRODUCTS", "SIMPLER", "PieceRule", "piece_rules", "register_function"]
 
 PieceRule = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
 """An unbatched argument, what makes its piece, and the tensors that this needs besides the output's gradient."""
@@ -63,14 +64,14 @@ def _flat(x: Tensor) -> Tensor:
 def _linear(input: Tensor, weight: Any, bias: Any = None) -> list[PieceRule]:
     return [
         (weight, lambda delta, x: Outer(_flat(delta), _flat(x)), (input,)),
-        (bias, lambda delta: Explicit(_flat(delta).sum(1)), ()),
+        (bias, lambda delta: Explicit(_flat(widened(delta)).sum(1)), ()),
     ]
 
 
 def _addmm(bias: Any, input: Tensor, weight: Any) -> list[PieceRule]:
     return [
         (weight, lambda delta, x: Outer(_flat(x), _flat(delta)), (input,)),
-        (bias, lambda delta: Explicit(_flat(delta).sum(1)), ()),
+        (bias, lambda delta: Explicit(_flat(widened(delta)).sum(1)), ()),
     ]
 
 
@@ -123,7 +124,7 @@ def _convolution(
     arguments = convolution_arguments(weight, stride, padding, dilation, groups)
     return [
         (weight, lambda delta, x: conv_piece(x, delta, arguments), (input,)),
-        (bias, lambda delta: Explicit(delta.flatten(2).sum(2)), ()),
+        (bias, lambda delta: Explicit(widened(delta).flatten(2).sum(2)), ()),
     ]
 
 
@@ -142,6 +143,9 @@ _RULES: dict[Any, Callable[..., list[PieceRule] | None]] = {
     F.conv2d: _convolution,
     F.conv3d: _convolution,
 }
+
+PRODUCTS = frozenset(_RULES) - {torch.Tensor.__getitem__, F.embedding}
+"""What autocast multiplies in a shorter format."""
 
 
 # -- operations that are made of simpler ones -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dphero.geometry.factor import Factor
+from dphero.geometry.factor import Factor, InnerProducts
 
 __all__ = ["Diagonal", "Scalar"]
 
@@ -21,6 +21,10 @@ class Scalar(Factor):
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         return x / self.scale if inverse else x * self.scale
+
+    def inner_products(self, x: Tensor) -> InnerProducts:
+        """Returns what inner products of A^-1 x are made of: x as it is."""
+        return InnerProducts(x, scale=1.0 / self.scale)
 
     def variance(self) -> Tensor:
         """Returns scale^2 for each coordinate."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,25 @@ from torch import Tensor
 from dphero.numerics.partial_norms import PartialNorm, square_norms
 from dphero.numerics.precision import matmul_tf32
 
-__all__ = ["Factor", "times"]
+__all__ = ["Factor", "InnerProducts", "times"]
+
+
+class InnerProducts(NamedTuple):
+    """What inner products of whitened vectors are made of: <A^-1 a, A^-1 b> = scale^2 (<a, b> + <near a, far b>).
+
+    Attributes:
+        x: the vectors, along the last axis; whitened, where the other attributes do not do that.
+        scale: a number.
+        near: a few numbers for each vector, or None for none.
+        far: as many.
+        stretch: at least ||A^-1|| / scale: by how much what is added up here may be longer than x.
+    """
+
+    x: Tensor
+    scale: float | Tensor = 1.0
+    near: Tensor | None = None
+    far: Tensor | None = None
+    stretch: float | Tensor = 1.0
 
 
 class Factor(ABC):
@@ -77,6 +95,11 @@ class Factor(ABC):
             return PartialNorm(
                 torch.linalg.vector_norm(self._apply(self._enter(x, axis), axis, inverse=True), dim=axis)
             )
+
+    def inner_products(self, x: Tensor) -> InnerProducts:
+        """Returns what the inner products of A^-1 x with each other, along the last axis, are made of."""
+        with matmul_tf32(x, allow=False):
+            return InnerProducts(self._apply(self._enter(x, -1), -1, inverse=True))
 
     def scaled(self, c: float) -> Self:
         """Returns the factor of c A, for c > 0."""

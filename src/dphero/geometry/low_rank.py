@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dphero.geometry.basis import TOLERANCE, numbers_beside, orthonormal
-from dphero.geometry.factor import Factor, times
+from dphero.geometry.factor import Factor, InnerProducts, times
 from dphero.numerics.partial_norms import PartialNorm
 from dphero.numerics.precision import matmul_tf32
+from dphero.numerics.products import short_parts, thin_product
 
 __all__ = ["LowRank"]
 
@@ -48,13 +49,16 @@ class LowRank(Factor):
         outer = [[x - s for x in v], [y - t for y in w], *([[math.sqrt(t * t - y * y) for y in w]] if whole else [])]
         self._room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(self.dtype).eps
         within = [y * y - t * t for y in w]
-        rows = numbers_beside([v, within, [(1.0 + self._room) * t * t] * len(v), *outer], self.basis)
-        self.scales, self._inverse_squares, self._whole_scale = rows[0], rows[1], rows[2, :1]
-        turned = (self.basis * rows[3:, None]).unbind()
+        beside = [(s * y) ** 2 - 1.0 for y in w]
+        rows = numbers_beside([v, within, [(1.0 + self._room) * t * t] * len(v), beside, *outer], self.basis)
+        self.scales, self._inverse_squares, self._whole_scale, self._beside = rows[0], rows[1], rows[2, :1], rows[3]
+        turned = (self.basis * rows[4:, None]).unbind()
         self._spread, self._gather = turned[:2]
         self._taken = turned[2] if whole else None
         # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
         self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= TOLERANCE
+        self._stretch = self.rest / self.smallest
+        self._parts = short_parts(self.basis)
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         rest, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)
@@ -90,6 +94,15 @@ class LowRank(Factor):
             inner = (x @ self.basis if axis == -1 else times(self.basis.mT, x)).square_()
             within = inner @ self._inverse_squares if axis == -1 else self._inverse_squares @ inner
         return PartialNorm(whole.square_().mul_(self._whole_scale[0]).add_(within).clamp_(min=0.0).sqrt_())
+
+    def inner_products(self, x: Tensor) -> InnerProducts:
+        """Returns (<a, b> + sum_i (s^2 / v_i^2 - 1) <u_i, a> <u_i, b>) / s^2, taken apart: nothing is whitened."""
+        if not self._short_norm:
+            return super().inner_products(x)
+        if x.dtype != torch.bfloat16 or self._parts is None:
+            x = self._enter(x, -1)
+        near = thin_product(x, self.basis, self._parts)
+        return InnerProducts(x, 1.0 / self.rest, near, near * self._beside, self._stretch)
 
     def variance(self) -> Tensor:
         """Returns s^2 + sum_i U_i^2 (v_i^2 - s^2)."""

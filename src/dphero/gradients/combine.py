@@ -11,6 +11,7 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece, whitened, whitened_squares
 from dphero.gradients.rows import Rows
+from dphero.numerics.products import product, rounded_weights
 
 __all__ = ["combine"]
 
@@ -50,12 +51,16 @@ class _Tied(Piece):
 
     def __init__(self, rows: Rows, outer: Outer) -> None:
         self.parts = (rows, outer)
-        self.rounding = outer.rounding
         self.shape = outer.shape
+
+    @property
+    def rounding(self) -> float:  # type: ignore[override]
+        """See :class:`~dphero.gradients.piece.Piece`."""
+        return self.parts[1].rounding
 
     def instantiate(self) -> Tensor:
         rows, outer = self.parts
-        return rows.instantiate() + torch.bmm(outer.left.transpose(1, 2), outer.right)
+        return rows.instantiate() + outer.instantiate()
 
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None or geometry.left is not None:
@@ -65,14 +70,19 @@ class _Tied(Piece):
         positions = outer.left.shape[1]
         picked = outer.left.gather(2, rows.index.unsqueeze(1).expand(-1, positions, -1))
         right = whitened(geometry.right, outer.right)
-        cross = (picked * torch.bmm(right, whitened(geometry.right, rows.right).transpose(1, 2))).sum((1, 2))
-        (rows_squares, rows_room), (outer_squares, outer_room) = (p.gram_squares(geometry) for p in (rows, outer))
+        cross = (picked * product(right, whitened(geometry.right, rows.right).transpose(1, 2))).sum((1, 2))
         # |cross| is at most half the sum of what the two parts could be without cancellation
-        squares = rows_squares + outer_squares + 2 * cross
-        return squares.clamp_(min=0).add_(rows_room + outer_room, alpha=2)
+        of_rows, of_outer = rows.gram_norms(geometry), outer.gram_norms(geometry)
+        squares = of_rows.squares + of_outer.squares + 2 * cross
+        return squares.clamp_(min=0).add_(of_rows.room + of_outer.room, alpha=2)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.rounding:  # the two parts may cancel
+            weights = rounded_weights(weights)
         return self.parts[0].weighted_sum(weights) + self.parts[1].weighted_sum(weights)
 
-    def take(self, keep: Tensor) -> _Tied:
-        return _Tied(self.parts[0].take(keep), self.parts[1].take(keep))
+    def take(self, keep: Tensor) -> Piece:
+        rows, outer = (part.take(keep) for part in self.parts)
+        if isinstance(rows, Rows) and isinstance(outer, Outer):
+            return _Tied(rows, outer)
+        return Explicit(rows.instantiate() + outer.instantiate())

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
-from dphero.gradients.piece import Explicit, Piece, join, whitened, whitened_squares
-from dphero.gradients.rounding import gram_rounding, rounding
+from dphero.gradients.gram import GramNorms, gram_norms, inner_products
+from dphero.gradients.piece import Explicit, Piece, join, weighted_rows, whitened_squares
 from dphero.numerics.buffers import RefCountedBuffer
-from dphero.numerics.partial_norms import LEAST_SQUARE, PartialNorm, rank_one_norms, square_norms
-from dphero.numerics.precision import matmul_tf32
+from dphero.numerics.partial_norms import PartialNorm, rank_one_norms, square_norms
+from dphero.numerics.precision import at_least_single, widened
+from dphero.numerics.products import WEIGHT_ROUNDING, multiplied_short, product, weighted_in_two
 
 __all__ = ["Bias", "Outer"]
 
@@ -29,6 +30,7 @@ class Outer(Piece):
     def __init__(
         self, left: Tensor, right: Tensor, shape: torch.Size | None = None, room: RefCountedBuffer | None = None
     ) -> None:
+        left, right = _alike(left, right)
         self.left = left if left.dim() == 3 else left.unsqueeze(1)
         self.right = right if right.dim() == 3 else right.unsqueeze(1)
         self.shape = shape or torch.Size((left.shape[-1], right.shape[-1]))
@@ -38,11 +40,12 @@ class Outer(Piece):
         self._left_lengths: tuple[Factor | None, PartialNorm] | None = None
         self._left_total: tuple[Tensor, Tensor] | None = None
         self.has_bias = False
-        self.rounding = rounding(left)
+        self.rounding = WEIGHT_ROUNDING if multiplied_short(left) else 0.0
 
     def instantiate(self) -> Tensor:
         if self._kept is None:
-            self._kept = torch.bmm(self.left.transpose(1, 2), self.right).reshape(len(self.left), *self.shape)
+            self._kept = product(self.left.transpose(1, 2), self.right).reshape(len(self.left), *self.shape)
+            self.rounding = 0.0
         return self._kept
 
     def square_norms(self, geometry: Geometry) -> Tensor:
@@ -53,8 +56,7 @@ class Outer(Piece):
         if positions == 1:
             return rank_one_norms({"": self.lengths(geometry)})[""]
         if positions * (rows + columns) < rows * columns:
-            squares, room = self.gram_squares(geometry)
-            return squares.clamp_(min=0).add_(room)
+            return self.gram_norms(geometry).at_most
         return whitened_squares(self.instantiate(), geometry)
 
     def lengths(self, geometry: Geometry) -> tuple[PartialNorm, ...]:
@@ -73,52 +75,54 @@ class Outer(Piece):
             self._left_lengths = (factor, _lengths(factor, self.left[:, 0]))
         return self._left_lengths[1]
 
-    def gram_squares(self, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """Return Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩, and how much of it rounding may have swallowed."""
-        left, right = whitened(geometry.left, self.left), whitened(geometry.right, self.right)
-        with matmul_tf32(left, allow=False):
-            lefts, rights = torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2))
-        left_lengths, right_lengths = (
-            grams.diagonal(dim1=1, dim2=2).clamp(min=LEAST_SQUARE).sqrt() for grams in (lefts, rights)
-        )
-        terms, positions = self.left.shape[-1] + self.right.shape[-1], self.left.shape[1]
-        if self.has_bias:
-            room = left_lengths.sum(1).square() * gram_rounding(left, positions + self.left.shape[-1])
-            self._left_squares = (geometry.left, lefts.sum((1, 2)).clamp_(min=0).add_(room))
-        # Σ_{t,s} |⟨l_t, l_s⟩⟨r_t, r_s⟩| ≤ (Σ_t ‖l_t‖‖r_t‖)². The product of the traces bounds that too, but pairs the
-        # left of one position with the right of another. Where a parameter is on both sides of a product
-        # (softmax(h @ q.T) @ q) these are two activations, thousands of times larger than any gradient.
-        room = (left_lengths * right_lengths).sum(1).square() * gram_rounding(left, positions + terms)
-        return lefts.mul_(rights).sum((1, 2)), room
+    def gram_norms(self, geometry: Geometry) -> GramNorms:
+        """Return the norms, and how much of them rounding may have taken; nothing is formed."""
+        sides = inner_products(geometry.left, self.left), inner_products(geometry.right, self.right)
+        found, of_left = gram_norms(*sides, of_left=self.has_bias)
+        if of_left is not None:
+            self._left_squares = (geometry.left, of_left.at_most)
+        return found
 
     def left_squares(self, factor: Factor | None) -> Tensor:
         """Return ‖L⁻¹ Σ_t left_it‖²: what the layer's bias adds, mostly known already."""
         if self._left_squares is None or self._left_squares[0] is not factor:
-            self._left_squares = (factor, square_norms([_lengths(factor, self.left.sum(1))])[0])
+            self._left_squares = (factor, square_norms([_lengths(factor, _total(self.left))])[0])
         return self._left_squares[1]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._kept is not None:
             return Explicit(self._kept).weighted_sum(weights)
-        left, right, spread = self.left, self.right, weights.to(self.left.dtype)[:, None, None]
-        if 2 * right.shape[-1] <= left.shape[-1]:  # a copy is made of the smaller one
-            right = right * spread
-        else:
-            left = left * spread
-            if self.has_bias:  # while it is at hand
-                self._left_total = (weights, left.flatten(0, 1).sum(0))
+        left, right, of_right = self.left, self.right, 2 * self.right.shape[-1] <= self.left.shape[-1]
+        if multiplied_short(left):
+            near, rest = weighted_in_two(right if of_right else left, weights)  # a copy is made of the smaller one
+            if of_right:
+                return self._summed(left, near).sub_(self._summed(left, rest))
+            return self._summed(near, right).sub_(self._summed(rest, right))
+        spread = weights.to(at_least_single(left.dtype))[:, None, None]
+        if of_right:
+            return self._summed(left, right * spread)
+        left = left * spread
+        if self.has_bias:  # while it is at hand
+            self._left_total = (weights, left.flatten(0, 1).sum(0))
+        return self._summed(left, right)
+
+    def _summed(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the sum of all outer products."""
         left, right = left.flatten(0, 1).T, right.flatten(0, 1)
-        room = None if self._room is None else self._room.lend(left, left.shape[0], right.shape[1])
-        return torch.mm(left, right, out=room).reshape(self.shape)
+        room = None
+        if self._room is not None and left.dtype == right.dtype == at_least_single(left.dtype):
+            room = self._room.lend(left, left.shape[0], right.shape[1])
+        return product(left, right, room).reshape(self.shape)
 
     def weighted_left_sum(self, weights: Tensor) -> Tensor:
         """Return Σ_it weights_i left_it: the sum for the layer's bias."""
         if self._left_total is None or self._left_total[0] is not weights:
-            left = self.left[:, 0] if self.left.shape[1] == 1 else self.left.sum(1)
-            self._left_total = (weights, weights.to(left.dtype) @ left)
+            self._left_total = (weights, weighted_rows(_total(self.left), weights))
         return self._left_total[1]
 
-    def take(self, keep: Tensor) -> Outer:
+    def take(self, keep: Tensor) -> Piece:
+        if self._kept is not None:
+            return Explicit(self._kept[keep])
         return Outer(self.left[keep], self.right[keep], self.shape)
 
     def folded(self, fold: int) -> Outer:
@@ -136,8 +140,7 @@ class Bias(Piece):
         self.shape = outer.left.shape[-1:]
 
     def instantiate(self) -> Tensor:
-        left = self.outer.left
-        return left[:, 0] if left.shape[1] == 1 else left.sum(1)
+        return _total(self.outer.left)
 
     def square_norms(self, geometry: Geometry) -> Tensor:
         if geometry.flat is not None:
@@ -162,5 +165,20 @@ class Bias(Piece):
         return self if fold == 1 else Bias(self.outer.folded(fold))
 
 
+def _alike(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two factors of one format: where a product was made in the shorter one, both had that (autocast)."""
+    if left.dtype == right.dtype or torch.float64 in (left.dtype, right.dtype):
+        return left, right
+    short = right.dtype if left.dtype == torch.float32 else left.dtype
+    return left.to(short), right.to(short)
+
+
+def _total(x: Tensor) -> Tensor:
+    """Return the sum over positions, in float32 at least."""
+    return widened(x[:, 0]) if x.shape[1] == 1 else x.sum(1, dtype=at_least_single(x.dtype))
+
+
 def _lengths(factor: Factor | None, x: Tensor) -> PartialNorm:
-    return PartialNorm(torch.linalg.vector_norm(x, dim=-1)) if factor is None else factor.lengths(x)
+    if factor is not None:
+        return factor.lengths(x)
+    return PartialNorm(torch.linalg.vector_norm(x, dim=-1, dtype=at_least_single(x.dtype)))

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
+from dphero.numerics.precision import matmul_tf32, widened
 
-__all__ = ["Explicit", "Piece", "by_example", "join", "whitened", "whitened_squares"]
+__all__ = ["Explicit", "Piece", "by_example", "join", "weighted_rows", "whitened", "whitened_squares"]
 
 
 class Piece(ABC):
@@ -33,7 +34,7 @@ class Piece(ABC):
     shape: torch.Size
     """Shape of the parameter."""
     rounding: float = 0.0
-    """How much larger, relatively, the summed gradient may be than the one whose norm was taken."""
+    """By how much a weight may be rounded up in the sum, relatively: clipping leaves room for that."""
 
     @abstractmethod
     def instantiate(self) -> Tensor:
@@ -59,10 +60,10 @@ class Piece(ABC):
 
 
 class Explicit(Piece):
-    """Per-example gradients that were formed: ``gradients`` has shape ``(n, *shape)``."""
+    """Per-example gradients that were formed: ``gradients`` has shape ``(n, *shape)``; in float32 at least."""
 
     def __init__(self, gradients: Tensor) -> None:
-        self.gradients = gradients
+        self.gradients = widened(gradients)
         self.shape = gradients.shape[1:]
 
     def instantiate(self) -> Tensor:
@@ -72,8 +73,7 @@ class Explicit(Piece):
         return whitened_squares(self.gradients, geometry)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        flat = by_example(self.gradients)
-        return (weights.to(flat.dtype) @ flat).reshape(self.shape)
+        return weighted_rows(by_example(self.gradients), weights).reshape(self.shape)
 
     def take(self, keep: Tensor) -> Explicit:
         return Explicit(self.gradients[keep])
@@ -84,14 +84,20 @@ def by_example(x: Tensor) -> Tensor:
     return x.reshape(len(x), x.shape[1:].numel())
 
 
+def weighted_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return Σ_i weights_i rows_i, in full precision."""
+    with matmul_tf32(rows, allow=False):
+        return weights.to(rows.dtype) @ rows
+
+
 def join(x: Tensor, fold: int) -> Tensor:
     """Return x with the positions of each ``fold`` consecutive rows as positions of one row."""
     return x if fold == 1 else x.unflatten(0, (-1, fold)).flatten(1, 2)
 
 
 def whitened(factor: Factor | None, x: Tensor) -> Tensor:
-    """Return A⁻¹ x along the last axis; x where there is no factor."""
-    return x if factor is None else factor.whiten(x)
+    """Return A⁻¹ x along the last axis, in float32 at least; x where there is no factor."""
+    return x if factor is None else factor.whiten(widened(x))
 
 
 def whitened_squares(gradients: Tensor, geometry: Geometry) -> Tensor:

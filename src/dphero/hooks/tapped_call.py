@@ -14,6 +14,7 @@ from dphero.functional.unbatched import LayerOrigin, Unbatched, UnbatchedTensor,
 from dphero.gradients.batch import PieceMaker
 from dphero.gradients.piece import Piece
 from dphero.hooks.modules import HookedModule
+from dphero.numerics.precision import widened
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
@@ -73,7 +74,7 @@ class TappedCall:
 
         def pieces(gradients: Tensor) -> dict[str, Piece]:
             spread = [BatchAxis(None).split(x, len(gradients)) if isinstance(x, Tensor) else x for x in kept]
-            values = arrange([gradients, *spread], [BatchAxis(0)] * (1 + len(spread)))
+            values = [*map(widened, arrange([gradients, *spread], [BatchAxis(0)] * (1 + len(spread))))]
             if not split and out.dim() > 1:
                 values = [value.flatten(0, 1) if isinstance(value, Tensor) else value for value in values]
             found = {local: piece.folded(rows) for local, piece in make(*values).items()}

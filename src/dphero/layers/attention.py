@@ -13,6 +13,7 @@ from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
+from dphero.numerics.precision import as_multiplied, widened
 
 __all__ = ["multihead_attention"]
 
@@ -67,6 +68,7 @@ def _project(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> list
     if call.get("in_proj_weight") is not None:
         weight = call["in_proj_weight"]
         if query is key and key is value:
+            query = as_multiplied(query)
             out = call.tap(
                 lambda: F.linear(query, weight, bias),
                 lambda delta, x: _pieces(call, "in_proj_weight", delta, x, (0, 0)),
@@ -80,7 +82,7 @@ def _project(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> list
         parts = tuple(call[name] for name in names)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     outs = []
-    for i, (name, x) in enumerate(zip(names, (query, key, value), strict=True)):
+    for i, (name, x) in enumerate(zip(names, map(as_multiplied, (query, key, value)), strict=True)):
 
         def make(delta: Tensor, x: Tensor, name: str = name, i: int = i) -> dict[str, Piece]:
             return _pieces(call, name, delta, x, (i * width, (2 - i) * width))
@@ -95,7 +97,7 @@ def _pieces(call: LayerCall, name: str, delta: Tensor, x: Tensor, pad: tuple[int
     joint = F.pad(delta, pad) if any(pad) else delta
     pieces: dict[str, Piece] = {name: Outer(joint if name == "in_proj_weight" else delta, x)}
     if call.wants("in_proj_bias"):
-        pieces["in_proj_bias"] = Explicit(joint.sum(1))
+        pieces["in_proj_bias"] = Explicit(widened(joint).sum(1))
     return pieces
 
 

@@ -11,6 +11,7 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.buffers import ReusableBuffer
+from dphero.numerics.precision import as_multiplied, widened
 
 __all__ = ["convolution"]
 
@@ -18,7 +19,7 @@ __all__ = ["convolution"]
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(call: LayerCall, input: Tensor) -> Tensor:
     """Tap a convolution with any stride, padding, dilation and groups."""
-    module, x = call.module, input
+    module, x = call.module, as_multiplied(input)
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     padding: tuple[int, ...] | str = module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
@@ -31,14 +32,15 @@ def convolution(call: LayerCall, input: Tensor) -> Tensor:
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         pieces: dict[str, Piece] = {"weight": conv_piece(x, delta, arguments, buffer)}
         if call.wants("bias"):
-            pieces["bias"] = Explicit(delta.flatten(2).sum(2))
+            pieces["bias"] = Explicit(widened(delta).flatten(2).sum(2))
         return pieces
 
     def compute() -> Tensor:
+        bias = call.get("bias")
         return torch.convolution(
             x,
-            call["weight"],
-            call.get("bias"),
+            as_multiplied(call["weight"]),
+            bias if bias is None else as_multiplied(bias),
             arguments.stride,
             arguments.padding,
             arguments.dilation,

@@ -10,6 +10,7 @@ from dphero.gradients.piece import Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.buffers import RefCountedBuffer
+from dphero.numerics.precision import as_multiplied
 
 __all__ = ["linear", "linear_pieces"]
 
@@ -22,7 +23,8 @@ def linear(call: LayerCall, input: Tensor) -> Tensor:
     def make(delta: Tensor, x: Tensor) -> dict[str, Piece]:
         return linear_pieces(delta, x, bias=call.wants("bias"), buffer=buffer)
 
-    return call.tap(lambda: F.linear(input, call["weight"], call.get("bias")), make, input)
+    x = as_multiplied(input)
+    return call.tap(lambda: F.linear(x, call["weight"], call.get("bias")), make, x)
 
 
 def linear_pieces(delta: Tensor, x: Tensor, *, bias: bool, buffer: RefCountedBuffer | None = None) -> dict[str, Piece]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
+from dphero.numerics.precision import widened
 
 __all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
@@ -59,6 +60,7 @@ def group_norm(call: LayerCall, input: Tensor) -> Tensor:
         # With the examples as further channels, torch's own kernel gives one gradient for each example and channel. It
         # takes memory to be in order, whatever the strides say.
         n, apart = len(delta), (1, len(delta) * channels, -1)
+        delta, x, mean, inverse = map(widened, (delta, x, mean, inverse))
         delta, x = (value.reshape(apart).contiguous() for value in (delta, x))
         _, scale, shift = torch.ops.aten.native_group_norm_backward(
             delta, x, mean.reshape(1, -1), inverse.reshape(1, -1),
@@ -112,6 +114,7 @@ def _affine(
     reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, Piece]:
     pieces: dict[str, Piece] = {}
+    delta, x = widened(delta), widened(x)
     if call.wants("weight"):
         pieces["weight"] = Explicit(reduce(delta * normalise(x)))
     if call.wants("bias"):

@@ -28,7 +28,8 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
-from dphero.numerics.precision import matmul_tf32
+from dphero.numerics.precision import as_multiplied, matmul_tf32
+from dphero.numerics.products import product
 
 __all__ = ["StandardisedConv2d", "wide_resnet"]
 
@@ -65,7 +66,7 @@ def _standardise(weight: Tensor) -> tuple[Tensor, Tensor]:
 @register(StandardisedConv2d)
 def standardised_convolution(call: LayerCall, x: Tensor) -> Tensor:
     """Tap a standardised convolution."""
-    module = call.module
+    module, x = call.module, as_multiplied(x)
     assert isinstance(module, StandardisedConv2d)
     weight, scale = _standardise(call["weight"])
     assert not isinstance(module.padding, str)
@@ -73,7 +74,8 @@ def standardised_convolution(call: LayerCall, x: Tensor) -> Tensor:
     room = call.memory.setdefault("room", ReusableBuffer())
 
     def make(delta: Tensor, x: Tensor, out: Tensor | None = None) -> dict[str, Piece]:
-        return {"weight": Standardised(Convolution(x, delta / scale.view(-1, 1, 1), arguments, room), weight, out)}
+        scaled = (delta / scale.view(-1, 1, 1)).to(delta.dtype)
+        return {"weight": Standardised(Convolution(x, scaled, arguments, room), weight, out)}
 
     out = F.conv2d(x, weight, None, module.stride, arguments.padding)
     # under autocast the output is rounded too much to be of use
@@ -92,7 +94,7 @@ class Standardised(Piece):
     follow from ‖h‖ and two short sums, with no gradient formed; otherwise g is formed for some examples at a time.
 
     What is taken away may be much larger than what is left, so that a rounding that is small beside h is not small
-    beside g: the norms leave room for it. Hence for each example: ‖g in the sum‖ ≤ (1 + ``rounding``) · norm.
+    beside g: the norms leave room for it. Hence for each example: ‖g in the sum‖ ≤ norm.
 
     Args:
         inner: The gradients h: those of an ordinary convolution with output gradient δ / s.
@@ -102,12 +104,6 @@ class Standardised(Piece):
 
     def __init__(self, inner: Convolution, weight: Tensor, out: Tensor | None = None) -> None:
         self.inner, self.weight, self.shape, self._out = inner, weight, inner.shape, out
-        self._error = inner.rounding  # of the format; inner's becomes 0 where its norm and sum see the same numbers
-
-    @property
-    def rounding(self) -> float:  # type: ignore[override]
-        """See :class:`~dphero.gradients.piece.Piece`; known once the norms are."""
-        return self.inner.rounding
 
     def instantiate(self) -> Tensor:
         return self._undone(self.inner.instantiate())[0]
@@ -116,12 +112,12 @@ class Standardised(Piece):
         out, self._out = self._out, None
         factors = (geometry.left, geometry.right, geometry.flat)
         if all(factor is None or isinstance(factor, Scalar) for factor in factors):
-            return self._unformed(out) / geometry.smallest**2
+            short = self.inner.delta.dtype != self.weight.dtype
+            return (self._sized() if short else self._unformed(out)) / geometry.smallest**2
         squares = []
         for gradients in self._some_at_a_time():
             kept, taken = self._undone(gradients)
-            error = self.inner.rounding + _ROUNDINGS * torch.finfo(kept.dtype).eps
-            room = taken * (error / geometry.smallest)
+            room = taken * (_ROUNDINGS * torch.finfo(kept.dtype).eps / geometry.smallest)
             squares.append(_square_norms(kept, geometry).sqrt_().add_(room).square_())
         return torch.cat(squares)
 
@@ -134,30 +130,49 @@ class Standardised(Piece):
     def _unformed(self, out: Tensor | None) -> Tensor:
         """Return ‖g‖², with room for rounding: a from the convolution's output, c from that with a kernel of ones."""
         x, delta, weight, arguments = self.inner.x, self.inner.delta, self.weight, self.inner.arguments
-        kernel, root = weight.shape[2:], weight[0].numel() ** 0.5
+        kernel = weight.shape[2:]
         if out is None:
             out = F.conv2d(x, weight, None, arguments.stride, arguments.padding)
         ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
-        with matmul_tf32(delta, allow=False):
-            mean = torch.bmm(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / root
+        mean = product(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / weight[0].numel() ** 0.5
         along = (delta * out).sum((2, 3))
-        size, tilt = weight.square().sum((1, 2, 3)), weight.sum((1, 2, 3)) / root
-        turned = ((2 - size) * along.square()).sum(1)
-        taken = turned + (mean * (mean - 2 * tilt * along)).sum(1)
-
-        # Write e for `error`, t² for what is taken away and b² for ŵ's share of it. Two products in the format at hand
-        # differ by e ‖h‖ at most, so one is off by half of that. Sums in full precision lose at most `fine`: the terms
-        # of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1). So, beside `fine`,
-        #   - ‖h‖² may be too small by e ‖h‖² = e ‖g‖² + e t² (not by Gram, which takes full precision),
-        #   - t² may be too large by e b ‖h‖, as a is off (c is not: it has no short product),
-        #   - the sum makes h anew: that adds e/2 ‖h‖ ≤ e/2 (‖g‖ + t) to ‖g‖.
-        # The shares of ‖g‖ make e ‖g‖, for which `rounding` stands; there must be room for the others, and there is
-        # twice as much. Where the sum sees the same h, and `rounding` is 0, only t² errs (c and a belong to
-        # another h), by e (t + 2b) ‖h‖ at most, and the same room is enough.
         terms = torch.linalg.vector_norm(x.flatten(1), dim=1) * torch.linalg.vector_norm(delta.flatten(1), dim=1)
         fine = terms * (_ROUNDINGS * torch.finfo(x.dtype).eps * kernel.numel() ** 0.5)
-        error, whole_error = self._error, 0.0 if self.inner.gram_is_cheaper() else self._error
+
+        # Write e for TF32's error, t² for what is taken away and b² for ŵ's share of it. Gradients that were formed
+        # with such products differ by e ‖h‖ at most from those that c and a belong to. Sums in full precision lose at
+        # most `fine`: the terms of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz;
+        # ‖ŵ‖ ≤ 1). So, beside `fine`,
+        #   - ‖h‖² may be too small by e ‖h‖² = e ‖g‖² + e t² (not by Gram, which takes full precision),
+        #   - t² may be too large by e b ‖h‖, as a is off (c is not: it has no short product).
+        # The sum sees the same h, so of the first only the share of t² counts; there is twice as much room as needed.
+        error = self.inner.forming_error()
+        whole_error = 0.0 if self.inner.gram_is_cheaper() else error
         squares = self.inner.square_norms(identity(self.shape))
+        return self._square_norms(squares, mean, along, fine, error, whole_error)
+
+    def _sized(self) -> Tensor:
+        """Return ‖g‖², with room for rounding, where products are exact: from h, some examples at a time."""
+        found = []
+        for gradients in self._some_at_a_time():
+            norms, mean, along = _sizes(gradients, self.weight)
+            found.append((norms.square(), mean, along))
+        squares, mean, along = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return self._square_norms(squares, mean, along, squares.sqrt() * (_ROUNDINGS * torch.finfo(squares.dtype).eps))
+
+    def _square_norms(
+        self,
+        squares: Tensor,
+        mean: Tensor,
+        along: Tensor,
+        fine: Tensor,
+        error: float = 0.0,
+        whole_error: float = 0.0,
+    ) -> Tensor:
+        """Return ‖g‖² from ‖h‖², c and a, with room for the errors of the three."""
+        size, tilt = self.weight.square().sum((1, 2, 3)), self.weight.sum((1, 2, 3)) / self.weight[0].numel() ** 0.5
+        turned = ((2 - size) * along.square()).sum(1)
+        taken = turned + (mean * (mean - 2 * tilt * along)).sum(1)
         whole, part = squares.sqrt(), taken.sqrt()
         room = whole_error * taken + error * turned.sqrt() * whole + fine * (2 * part + whole + fine)
         norms = (squares - taken).clamp_(min=0).add_(room, alpha=2).sqrt_()
@@ -165,17 +180,13 @@ class Standardised(Piece):
 
     def _some_at_a_time(self) -> Iterator[Tensor]:
         some = max(1, (_CPU_BUFFER if self.weight.device.type == "cpu" else _GPU_BUFFER) // self.weight.numel())
-        x, delta, allow = self.inner.x, self.inner.delta, torch.backends.cudnn.allow_tf32  # as torch's convolutions
         if self.inner.worth_keeping():
-            with matmul_tf32(delta, allow=allow):
-                gradients = self.inner.instantiate()
-            yield from gradients.split(some)
+            yield from self.inner.instantiate().split(some)
             return
+        x, delta = self.inner.x, self.inner.delta
         for first in range(0, len(x), some):
             part = slice(first, first + some)
-            with matmul_tf32(delta, allow=allow):
-                gradients = Convolution(x[part], delta[part], self.inner.arguments).instantiate()
-            yield gradients
+            yield Convolution(x[part], delta[part], self.inner.arguments).instantiate()
 
     def _undone(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return g from h, of shape ``(n, *shape)``, and for each example the norm of what it takes away.
@@ -184,19 +195,29 @@ class Standardised(Piece):
         """
         dtype = torch.promote_types(gradients.dtype, torch.float32)
         weight = self.weight.to(dtype)
-        level = weight[0].numel() ** -0.5
         left = gradients.to(dtype, copy=True)  # in the same order of memory
         if not _in_slabs(left):
             left = left.contiguous()
-        aligned = weight.unsqueeze(0)
-        parts = list(zip(_matrices(left), _matrices(_as_slabs(aligned) if _in_slabs(left) else aligned), strict=True))
-        with torch.autocast(left.device.type, enabled=False), matmul_tf32(left, allow=False):
-            mean = torch.stack([part.sum(2, keepdim=True) for part, _ in parts]).sum(0) * level
-            products = [torch.einsum("nrc,rc->nr", part, weights[0]) for part, weights in parts]
-            along = torch.stack(products).sum(0).unsqueeze(2)
-        for part, weights in parts:
-            part.sub_(mean * level).addcmul_(along, weights, value=-1)
-        return left, (mean.square() + along.square()).sum((1, 2)).sqrt_()
+        level = weight[0].numel() ** -0.5
+        _, mean, along = _sizes(left, weight)
+        for part, weights in _pairs(left, weight):
+            part.sub_(mean.unsqueeze(2) * level).addcmul_(along.unsqueeze(2), weights, value=-1)
+        return left, (mean.square() + along.square()).sum(1).sqrt_()
+
+
+def _pairs(gradients: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return views (n, outputs, columns) that together are the gradients, each with its part of the weight."""
+    aligned = _as_slabs(weight.unsqueeze(0)) if _in_slabs(gradients) else weight.unsqueeze(0)
+    return list(zip(_matrices(gradients), _matrices(aligned), strict=True))
+
+
+def _sizes(gradients: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ‖h‖ of each example; c and a of each of its output channels."""
+    pairs, level = _pairs(gradients, weight), weight[0].numel() ** -0.5
+    with matmul_tf32(gradients, allow=False):
+        mean = torch.stack([part.sum(2) for part, _ in pairs]).sum(0) * level
+        along = torch.stack([torch.einsum("nrc,rc->nr", part, weights[0]) for part, weights in pairs]).sum(0)
+    return _square_norms(gradients, identity(tuple(weight.shape))).sqrt_(), mean, along
 
 
 def _in_slabs(gradients: Tensor) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_single", "full_precision", "matmul_tf32"]
+__all__ = ["as_multiplied", "at_least_single", "conv_tf32", "full_precision", "matmul_tf32", "widened"]
 
+T = TypeVar("T")
 _AS_EVER = nullcontext()
 
 
@@ -19,19 +20,39 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
+def widened(value: T) -> T:
+    """Return a tensor of a shorter floating-point type in float32; anything else as it is."""
+    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()  # type: ignore[return-value]
+    return value
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """Return a tensor in the format in which autocast has it multiplied: who keeps that keeps no second copy."""
+    kind = x.device.type
+    if type(x) is Tensor and x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 def matmul_tf32(x: Tensor, *, allow: bool) -> AbstractContextManager[None]:
     """Force TF32 matrix products on or off on a GPU, overriding the user's setting."""
-    return _products_on_gpu(allow) if x.is_cuda else _AS_EVER
+    return _tf32(torch.backends.cuda.matmul, allow) if x.is_cuda else _AS_EVER
+
+
+def conv_tf32(x: Tensor, *, allow: bool) -> AbstractContextManager[None]:
+    """Force TF32 convolutions on or off on a GPU, overriding the user's setting."""
+    return _tf32(torch.backends.cudnn, allow) if x.is_cuda else _AS_EVER
 
 
 @contextmanager
-def _products_on_gpu(allow: bool) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allow
+def _tf32(where: Any, allow: bool) -> Iterator[None]:
+    before = where.allow_tf32
+    where.allow_tf32 = allow
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        where.allow_tf32 = before
 
 
 def full_precision() -> AbstractContextManager[Any]:

@@ -1,0 +1,97 @@
+"""Products of matrices, accumulated and returned in float32 at least, whatever is multiplied.
+
+A number in bfloat16 has 8 significant bits, so a product of two has 16, and float32 holds it exactly. A GPU's tensor
+cores multiply in bfloat16 and add in float32: what rounds is the addition alone, as for float32 numbers, at many times
+the speed. Where there are none, numbers are widened first, which gives the same products.
+
+TF32, which drops the last 13 bits of float32 numbers, is used only where it is asked for here: where one product gives
+both what a norm is taken of and what is summed. Two products round differently, and what cancels could differ much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dphero.numerics.precision import at_least_single, matmul_tf32
+
+__all__ = [
+    "WEIGHT_ROUNDING",
+    "multiplied_short",
+    "on_tensor_cores",
+    "product",
+    "rounded_weights",
+    "short_parts",
+    "thin_product",
+    "weighted_in_two",
+]
+
+
+WEIGHT_ROUNDING = 2.0**-8
+"""By how much :func:`weighted_in_two` may round a weight up, relatively."""
+
+
+def on_tensor_cores(x: Tensor) -> bool:
+    """Tell whether tensor cores multiply bfloat16 numbers where this tensor is."""
+    return x.is_cuda and torch.version.hip is None
+
+
+def multiplied_short(x: Tensor) -> bool:
+    """Tell whether products of this tensor with another one of its type are made in bfloat16."""
+    return x.dtype == torch.bfloat16 and on_tensor_cores(x)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None, *, tf32: bool = False) -> Tensor:
+    """Return a @ b of two matrices, or of two batches of them, written into ``out`` where that is given."""
+    if b.dtype == a.dtype and multiplied_short(a):
+        return _of_short(a, b, out)
+    dtype = torch.promote_types(at_least_single(a.dtype), b.dtype)
+    a, b = a.to(dtype), b.to(dtype)
+    with matmul_tf32(a, allow=tf32):
+        return torch.mm(a, b, out=out) if a.dim() == 2 else torch.bmm(a, b, out=out)
+
+
+def _of_short(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    multiply = torch.mm if a.dim() == 2 else torch.bmm
+    if out is None:
+        return multiply(a, b, out_dtype=torch.float32)
+    return multiply(a, b, out_dtype=torch.float32, out=out)
+
+
+def short_parts(matrix: Tensor) -> Tensor | None:
+    """Return three matrices in bfloat16, side by side, whose sum is a float32 matrix; ``None`` where that has no use.
+
+    Each takes 8 of its 24 significant bits.
+    """
+    if matrix.dtype != torch.float32 or not on_tensor_cores(matrix):
+        return None
+    parts, rest = [], matrix
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1]
+    return torch.cat(parts, 1)
+
+
+def thin_product(x: Tensor, matrix: Tensor, parts: Tensor | None) -> Tensor:
+    """Return x @ matrix for a narrow matrix and its :func:`short_parts`: x is not widened for it."""
+    rows = x.reshape(-1, x.shape[-1])
+    if parts is not None and x.dtype == torch.bfloat16:
+        found = product(rows, parts).unflatten(1, (3, -1)).sum(1)
+    else:
+        found = product(rows, matrix)
+    return found.view(*x.shape[:-1], matrix.shape[1])
+
+
+def rounded_weights(weights: Tensor) -> Tensor:
+    """Return weights of which 8 bits are left."""
+    return weights.to(torch.bfloat16).to(at_least_single(weights.dtype))
+
+
+def weighted_in_two(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors in bfloat16 whose difference is x in bfloat16 times a weight for each of its first axis.
+
+    The weights are rounded, as by :func:`rounded_weights`. Nothing else is: a product has 16 bits.
+    """
+    spread = weights.to(torch.bfloat16).view(-1, *[1] * (x.dim() - 1))
+    near = x * spread
+    return near, torch.addcmul(near, x, spread, value=-1)
