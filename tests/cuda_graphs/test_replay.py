@@ -6,6 +6,8 @@ On a CPU a stand-in records operations as a CUDA graph does: what ran once runs 
 from __future__ import annotations
 
 import gc
+import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.checks.first_batch import probe
-from dphero.cuda_graphs import recorded_pass as recording
+from dphero.cuda_graphs import gain, pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.replay import Graphs
@@ -79,14 +81,14 @@ class StandIn:
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let passes be recorded wherever the tests run; count the recordings."""
     made: list[int] = []
-    base: Any = StandIn if DEVICE.type == "cpu" else recording.Pool
+    base: Any = StandIn if DEVICE.type == "cpu" else pool.Pool
 
     class Counted(base):  # type: ignore[misc]
         def record(self, work: Callable[[], Any]) -> Any:
             made.append(1)
             return super().record(work)
 
-    monkeypatch.setattr(recording, "Pool", Counted)
+    monkeypatch.setattr(graphs, "Pool", Counted)
     monkeypatch.setattr(graphs, "_DEVICES", (DEVICE.type,))
     monkeypatch.setattr(room, "_SOME", 1 << 40)  # no memory is used again on a GPU, which is stood in for
     return made
@@ -128,6 +130,7 @@ def train(
     steps: int = 6,
     rate: float = 0.3,
     before: Callable[[int, nn.Module], None] = lambda step, model: None,
+    precision: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[list[Tensor], list[Tensor], PrivacyEngine]:
     """Return the weights after training, the private gradients of each step, and the engine."""
@@ -142,7 +145,9 @@ def train(
         for x, y in loader:
             before(engine.steps, model)
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            with torch.autocast(DEVICE.type, precision, enabled=precision is not None):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
             if (grads := [p.grad for p in model.parameters()])[0] is not None:
                 gradients.append(torch.cat([g.flatten() for g in grads if g is not None]).clone())
             optimizer.step()
@@ -152,7 +157,7 @@ def train(
 
 
 def compare(
-    make: Callable[[], nn.Module], data: TensorDataset, *, recorded: Any = True, **options: Any
+    make: Callable[[], nn.Module], data: TensorDataset, *, recorded: Any = True, slack: float = 1e-3, **options: Any
 ) -> PrivacyEngine:
     """Check that recorded training is training as usual, over lots of various sizes (and next to no noise)."""
     results = []
@@ -162,7 +167,7 @@ def compare(
     (weights, gradients, _), (weights_too, gradients_too, engine) = results
     assert len(gradients) == len(gradients_too)
     for first, second in [*zip(gradients, gradients_too, strict=True), *zip(weights, weights_too, strict=True)]:
-        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(first, second, rtol=slack, atol=slack / 100)
     return engine
 
 
@@ -176,9 +181,46 @@ GUIDANCE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_training_is_the_same(recordings: list[int], guidance: str) -> None:
     compare(convolutional, images(), guidance=GUIDANCE[guidance])
-    # forward, backward, sums, whatever the sizes of the lots; once more when history has made its first geometry
-    assert len(recordings) == (6 if guidance == "history" else 3)
+    # forward, backward, sums, at two sizes; once more when history has made its first geometry
+    assert len(recordings) == (12 if guidance == "history" else 6)
     compare(Attention, tokens(), guidance=GUIDANCE[guidance])
+
+
+@pytest.mark.parametrize("make", [convolutional, Attention])
+def test_training_under_autocast_is_the_same(recordings: list[int], make: Callable[[], nn.Module]) -> None:
+    data = tokens() if make is Attention else images()
+    compare(make, data, precision=torch.bfloat16, slack=0.05, rate=0.0, sampling="shuffle", dataset_size=None)
+    assert len(recordings) == 3
+
+
+def test_another_autocast_is_another_recording(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, optimizer, batches = pair(model)
+    types = []
+    for dtype in (None, torch.bfloat16, None, torch.bfloat16):
+        x, y = next(batches)
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+            out = model(x)
+        types.append(out.dtype)
+        F.cross_entropy(out.float(), y).backward()
+        optimizer.step()
+    assert types == [torch.float32, torch.bfloat16] * 2 and len(recordings) == 6 and engine.steps == 4
+
+
+def test_a_recording_under_autocast_follows_the_weights(recordings: list[int]) -> None:
+    """A weight that was cast before, or for another pass, is not what it reads."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    _, optimizer, batches = pair(model)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for _ in range(3):
+            x, y = next(batches)
+            out = model(x)
+            weight, bias = (p.detach().float() for p in model.parameters())
+            torch.testing.assert_close(out.float(), x.flatten(1) @ weight.T + bias, rtol=0.02, atol=0.02)
+            F.cross_entropy(out.float(), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[1].weight.mul_(3.0)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +263,29 @@ def test_a_bad_example_counts_for_nothing(recordings: list[int]) -> None:
     data.tensors[0][::7] = float("nan")  # among them the first row of some lot, whose copies fill it up
     engine = compare(convolutional, data)
     assert engine.diagnostics.nonfinite > 0
+
+
+def test_a_bad_example_counts_for_nothing_in_a_lot_in_parts(recordings: list[int]) -> None:
+    """What the next part's replay writes over is summed up before."""
+    data = images(60)
+    data.tensors[0][::7] = float("nan")
+    engine = compare(convolutional, data, physical_batch_size=8)
+    assert recordings and engine.diagnostics.nonfinite > 0
+
+
+def test_gradients_that_were_written_over_are_not_summed_up(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, _, batches = pair(model)
+    x, y = next(batches)
+    found: list[Any] = []
+    engine._attached.taps._consume = found.append
+    for _ in range(2):
+        F.cross_entropy(model(x), y).backward()
+    weights = dict.fromkeys(found[0].square_norms, torch.ones(20, device=DEVICE))
+    assert found[1].weighted_sums(weights, None).keys() == weights.keys()
+    for keep in (None, torch.ones(20, dtype=torch.bool, device=DEVICE)):
+        with pytest.raises(RuntimeError, match="written over"):
+            found[0].weighted_sums(weights, keep)
 
 
 def test_changed_modes_attributes_and_frozen_layers_make_new_recordings(recordings: list[int]) -> None:
@@ -270,7 +335,7 @@ def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings:
         rows=lambda: rows[0],
         consume=found.append,
         examine=probe,
-        replay=partial(Graphs, rows=30),
+        replay=partial(Graphs, sizes=[30]),
     )
 
     def run(count: int) -> tuple[bool, bool]:
@@ -387,7 +452,7 @@ def hooked() -> nn.Module:
         (hooked, "forward hooks"),
         (Counts, "changes attributes"),
         (lambda: ReturnsConstant(64, 3), "returns a tensor of shape"),
-        (lambda: Looks(64, 3), "not permitted when stream is capturing"),
+        (lambda: Looks(64, 3), "not permitted when stream is capturing|synchronizing"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(recordings: list[int], make: Any, reason: str) -> None:
@@ -401,7 +466,7 @@ def test_what_cannot_be_recorded_is_refused(recordings: list[int], make: Any, re
 
 @pytest.mark.parametrize("forgotten", ["outputs", "norms", "sums"])
 def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
-    class Forgetful(recording.Pool):
+    class Forgetful(graphs.Pool):
         def record(self, work: Callable[[], Any]) -> Any:
             replay, result = super().record(work)
             if ["outputs", "norms", "sums"][len(recordings) - 1] != forgotten:
@@ -414,7 +479,7 @@ def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pyte
 
             return wrong, result
 
-    monkeypatch.setattr(recording, "Pool", Forgetful)
+    monkeypatch.setattr(graphs, "Pool", Forgetful)
     model = convolutional()
     _, _, batches = pair(model)
     with pytest.raises(ValueError, match="computes something else"):
@@ -423,8 +488,214 @@ def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pyte
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
 def test_needs_a_gpu() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs needs a model on a CUDA device"):
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a model on a CUDA device"):
         pair(convolutional())
+
+
+# -- unasked ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it seem that recordings save half of the time."""
+    times = iter([(2.0, 2.0), (1.0, 0.1)])
+    monkeypatch.setattr(gain, "seconds", lambda work, device: (work(), next(times))[1])
+
+
+AUTO = {"cuda_graphs": "auto", "sampling": "shuffle", "dataset_size": None}
+
+
+@pytest.mark.usefixtures("pays")
+def test_unasked_passes_are_recorded_after_two_batches(recordings: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    compare(
+        convolutional, images(), recorded="auto", sampling="shuffle", dataset_size=None,
+        before=lambda step, model: made.append(len(recordings)),
+    )  # fmt: skip
+    assert made[6:] == [0, 0, 0, 3, 3, 3]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Passes are recorded at 24 rows and replayed (2 s, replayed 1 s); cuda_graphs=False prevents it."
+    ]
+
+
+@pytest.mark.usefixtures("pays")
+def test_unasked_lots_of_all_sizes_are_replayed(recordings: list[int]) -> None:
+    compare(convolutional, images(), recorded="auto", guidance=lambda: History(refresh_every=4), steps=9)
+    assert len(recordings) == 12
+
+
+class ReadsList(nn.Linear):
+    """A schedule that the user keeps in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 3)
+        self.schedule = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)) * self.schedule[-1]
+
+
+COUNTER = [0]
+
+
+class CountsElsewhere(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        COUNTER[0] += 1
+        return super().forward(x.flatten(1)) * (1 if COUNTER[0] < 1000 else 2)
+
+
+class DrawsInPython(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(1)) * (1.0 + (random.random() > 2))
+
+
+class Keeps(nn.Linear):
+    """Leaves what it computed in an attribute, where a loss might look for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.latest = super().forward(x.flatten(1))
+        return self.latest
+
+
+class ReturnsObject(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.flatten(1)), object()
+
+
+class Fails(nn.Linear):
+    """Fails on more rows than there are examples in a batch, as a check of a shape may."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 20:
+            raise TypeError("too many rows")
+        return super().forward(x.flatten(1))
+
+
+def next_rate(step: int, model: nn.Module) -> None:
+    model.schedule.append(1.0 + step)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "options"),
+    [
+        (hooked, "forward hooks", {}),
+        (Counts, "change from batch to batch", {}),
+        (ReadsList, "change from batch to batch", {"before": next_rate}),
+        (lambda: CountsElsewhere(64, 3), "change from batch to batch", {}),
+        (lambda: DrawsInPython(64, 3), "draws random numbers in Python", {}),
+        (lambda: Keeps(64, 3), "change from batch to batch", {}),
+        (lambda: ReturnsConstant(64, 3), "returns a tensor of shape", {}),
+        (lambda: ReturnsObject(64, 3), "returns a object", {}),
+        (lambda: Looks(64, 3), "not permitted when stream is capturing|synchronizing", {}),
+        (lambda: Fails(64, 3), "too many rows", {}),
+    ],
+)
+@pytest.mark.usefixtures("pays")
+def test_unasked_what_cannot_be_recorded_runs_as_usual(
+    recordings: list[int], caplog: pytest.LogCaptureFixture, make: Any, reason: str, options: dict[str, Any]
+) -> None:
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    COUNTER[0] = 0
+
+    def first(out: Any) -> Any:
+        return out[0] if isinstance(out, tuple) else out
+
+    results = []
+    for way in (False, "auto"):
+        torch.manual_seed(0)
+        model = make().to(DEVICE)
+        model.register_forward_hook(lambda module, args, out: first(out))
+        COUNTER[0] = 0
+        weights, gradients, _ = train(model, images(), **{**AUTO, "cuda_graphs": way}, **options)
+        results.append([*weights, *gradients])
+    if make is not Counts and DEVICE.type == "cpu":  # what it counts is counted in trials too
+        assert all(map(torch.equal, *results))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.search(reason, line) and line.startswith("The model's passes run one operation after another")
+
+
+@pytest.mark.parametrize(
+    ("times", "free", "reason"),
+    [
+        ([(2.0, 0.9)], [9, 9], r"the GPU is busy anyway \(of 2 s for a pass, Python takes 0.9 s"),
+        ([(2.0, 2.0), (1.95, 0.1)], [9, 9], "replayed, a pass takes 1.9 s, and 2 s without|1.95"),
+        ([(2.0, 2.0), (1.0, 0.1)], [9, 4], "too little memory"),
+    ],
+)
+def test_unasked_nothing_is_recorded_that_does_not_pay(
+    recordings: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    times: list[Any],
+    free: list[int],
+    reason: str,
+) -> None:
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    measured, left = iter(times), iter(free)
+    monkeypatch.setattr(gain, "seconds", lambda work, device: (work(), next(measured))[1])
+    monkeypatch.setattr(gain, "free_memory", lambda device: next(left))
+    train(convolutional().to(DEVICE), images(), **AUTO)
+    assert re.search(reason, caplog.text) and len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("pays")
+def test_unasked_deterministic_algorithms_are_left_alone(
+    recordings: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train(convolutional().to(DEVICE), images(), **AUTO)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "deterministic" in caplog.text and not recordings
+
+
+@pytest.mark.usefixtures("pays")
+def test_unasked_a_model_may_be_called_twice_for_a_batch(
+    recordings: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    engine, model = PrivacyEngine(), convolutional().to(DEVICE)
+    _, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=images(),
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=20, sampling="shuffle",
+    )  # fmt: skip
+    for x, y in loader:
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(x.flip(-1)), y)).backward()
+        optimizer.step()
+    assert "more than once" in caplog.text and not recordings and engine.steps == 15
+
+
+def test_a_failed_line_of_shapes_is_given_up(recordings: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    class Mean(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(2).transpose(1, 2).mean(1))
+
+    caplog.set_level("INFO", "dphero.cuda_graphs")
+    model = Mean(1, 3).to(DEVICE)
+    _, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=images(),
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10, sampling="shuffle",
+    )  # fmt: skip
+    for number, (x, y) in enumerate(loader):
+        F.cross_entropy(model(x[..., : 1 + number % 2, : 1 + number // 2 % 8]), y).backward()
+        optimizer.step()
+    for number, (x, y) in enumerate(loader):
+        F.cross_entropy(model(x[..., :3, :].repeat(1, 1, 1, 1 + number)), y).backward()
+        optimizer.step()
+    assert not recordings and "arguments change from batch to batch" in caplog.text
+
+
+def test_nothing_is_recorded_on_a_cpu() -> None:
+    model = convolutional()
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=images(),
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=10, sampling="shuffle",
+    )  # fmt: skip
+    assert DEVICE.type != "cpu" or engine._attached.taps._replay is None
 
 
 # -- geometry ---------------------------------------------------------------------------------------------------------
@@ -486,7 +757,7 @@ def test_garbage_is_not_collected_while_a_pass_is_recorded() -> None:
         assert many
         return x + 1
 
-    replay, found = recording.Pool(device).record(work)
+    replay, found = pool.Pool(device).record(work)
     assert gc.isenabled()
     x.fill_(2.0)
     replay()

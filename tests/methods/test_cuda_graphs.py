@@ -21,29 +21,23 @@ def on_gpu(**settings: Any) -> Task:
 
 
 def test_nothing_is_recorded_on_a_cpu_and_to_ask_for_it_is_an_error() -> None:
-    assert not make_task().cuda_graphs
-    with pytest.raises(ValueError, match="cuda_graphs needs a model on a CUDA device"):
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a model on a CUDA device"):
         start("dp-hero", epsilon=3.0, cuda_graphs=True)
 
 
-def test_built_in_networks_are_recorded_on_a_gpu_and_others_where_the_user_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Task, "device", torch.device("cuda"))
+def test_unasked_the_engine_decides() -> None:
     task = make_task()
-    own = Task(task.recipe.with_(model="package:function"), task.train, task.model, task.module, task.images, 10)
-    assert task.cuda_graphs and not own.cuda_graphs
+    assert task.cuda_graphs == "auto"
     for asked in (True, False):
-        for each in (task, own):
-            recipe = each.recipe.with_(cuda_graphs=asked)
-            assert Task(recipe, each.train, each.model, each.module, each.images, 10).cuda_graphs is asked
+        recipe = task.recipe.with_(cuda_graphs=asked)
+        assert Task(recipe, task.train, task.model, task.module, task.images, 10).cuda_graphs is asked
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_recorded_training_is_training(method: str) -> None:
     found = []
-    for asked in (None, False):
+    for asked in (True, False):
         trainer = make(method).start(on_gpu(cuda_graphs=asked))
         for _ in range(8):
             trainer.advance()

@@ -42,10 +42,7 @@ class LiveGeometry:
 
     def _copy(self, factor: Factor, device: torch.device) -> Factor:
         if type(factor) not in _KINDS:
-            raise ValueError(
-                f"cuda_graphs: a geometry with a factor of type {type(factor).__name__} cannot be recorded; call "
-                "make_private without cuda_graphs"
-            )
+            raise ValueError(f"its geometry has a factor of type {type(factor).__name__}")
         if id(factor) not in self._copies:  # a weight and its bias share one, and still do
             made = copy.copy(factor)
             for name, value in vars(factor).items():

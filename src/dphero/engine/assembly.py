@@ -53,7 +53,7 @@ def assemble(
         mechanism=_mechanism(options, plan, noise, module, parameters, account.ledger),
         lots=plan.lots,
         sampler=plan.sampler,
-        usual_rows=min(plan.sampler.usual_size, options.physical_batch_size or plan.sampler.usual_size),
+        usual_rows=[min(size, options.physical_batch_size or size) for size in plan.sampler.usual_sizes],
         loss_reduction=options.loss_reduction,
         cuda_graphs=options.cuda_graphs,
     )

@@ -42,7 +42,7 @@ class Options:
     seed: int | None
     unsound: bool
     noise: NoiseSource | None
-    cuda_graphs: bool
+    cuda_graphs: bool | Literal["auto"]
     pad_to: int | Sequence[int] | None
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Options:
         one_of("mechanism", self.mechanism, ("ellipsoid", "ball", "published"))
         one_of("sampling", self.sampling, ("poisson", "shuffle"))
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
-        one_of("cuda_graphs", self.cuda_graphs, (False, True))
+        one_of("cuda_graphs", self.cuda_graphs, ("auto", False, True))
         if self.physical_batch_size is not None:
             whole("physical_batch_size", self.physical_batch_size)
         for length in self.lengths:

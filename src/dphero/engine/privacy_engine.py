@@ -82,7 +82,7 @@ class PrivacyEngine:
         seed: int | None = None,
         noise: NoiseSource | None = None,
         unsound: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
         pad_to: int | Sequence[int] | None = None,
     ) -> tuple[nn.Module, Optimizers, PrivateLoader]:
         """Attach private training to a module, its optimizer and its data.
@@ -112,9 +112,10 @@ class PrivacyEngine:
             seed: Makes the run repeatable; the guarantee then holds only while the seed is secret.
             noise: A noise source of your own (docs/extend); each lot is then drawn from fresh randomness.
             unsound: Consent to run ``mechanism="published"``.
-            cuda_graphs: Record the model's forward and backward pass on the GPU once and replay it: the same results,
-                up to rounding. It pays for models of many small operations. Python in ``forward`` then runs only when a
-                recording is made, so ``forward`` must do the same for every batch of one shape.
+            cuda_graphs: Whether the model's forward and backward pass on a GPU is recorded and replayed: the same
+                results, up to rounding, without the time that Python takes to start each operation. ``"auto"``: after
+                the first batches, where that is found to pay and to be safe; a line in the log says what was decided.
+                ``True``: at once, or an error says why not. In a recorded model Python in ``forward`` no longer runs.
             pad_to: A public length to which all examples are padded, where the loader's ``collate_fn`` pads each batch
                 to its longest example; or several, and each example is padded to the smallest that is long enough.
                 Needed unless the model ignores padding, which is tried out.

@@ -18,6 +18,9 @@ class ModelSnapshot:
 
     Args:
         module: The model.
+
+    Attributes:
+        own_generators: Random generators that belong to it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +36,7 @@ class ModelSnapshot:
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._modes = [(child, child.training) for child in module.modules()]
         attributes = [value for child in module.modules() for value in vars(child).values()]
-        self._own_generators = [value for value in attributes if isinstance(value, torch.Generator)]
+        self.own_generators = [value for value in attributes if isinstance(value, torch.Generator)]
 
     @contextmanager
     def restored_afterwards(self, seed: int | None = None) -> Iterator[Changes]:
@@ -43,11 +46,11 @@ class ModelSnapshot:
             seed: What random generators start from; left out, from where they are.
         """
         changes = Changes()
-        generators = started = RandomState(self._own_generators)
+        generators = started = RandomState(self.own_generators)
         try:
             if seed is not None:
-                seed_generators(seed, self._own_generators)
-                started = RandomState(self._own_generators)
+                seed_generators(seed, self.own_generators)
+                started = RandomState(self.own_generators)
             yield changes
         finally:
             try:

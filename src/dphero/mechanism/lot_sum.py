@@ -47,7 +47,7 @@ class LotSum:
 
     def clear(self) -> None:
         """Start a new lot."""
-        self._settle()
+        self.settle()
         self._sums: dict[str, Tensor] = {}
         self._clipped_to: tuple[float, float, Mapping[str, Geometry] | None] | None = None  # C, B and A of the lot
         self._count = None if self._clipping.count_noise is None else torch.zeros((), dtype=torch.float64, device="cpu")
@@ -60,7 +60,7 @@ class LotSum:
         Args:
             divisor: B, for a lot in which there is nobody.
         """
-        self._settle()
+        self.settle()
         bound, divided_by, geometry = self._clipped_to or (self._clipping.norm, divisor, None)
         return ClippedSum(
             self._sums, bound=bound, geometry=geometry, divisor=divided_by, count=self._count, marks=self._marks
@@ -69,25 +69,25 @@ class LotSum:
     @property
     def sums(self) -> dict[str, Tensor]:
         """Σ_i w̄_i / B in parameter space; a name that is missing stands for zero."""
-        self._settle()
+        self.settle()
         return self._sums
 
     @property
     def count(self) -> Tensor | None:
         """The count over the whole lot that an adaptive clip rule releases along (0 if it is empty), or ``None``."""
-        self._settle()
+        self.settle()
         return self._count
 
     @property
     def marks(self) -> list[Tensor]:
         """Numbers of each batch, on the CPU, that differ where any norm differs: they tell this lot from others."""
-        self._settle()
+        self.settle()
         return self._marks
 
     @property
     def diagnostics(self) -> Diagnostics:
         """Notes on what was added."""
-        self._settle()
+        self.settle()
         return self._diagnostics
 
     def add(self, batch: GradientBatch, real: int, scale: float, divisor: float = 1.0) -> None:
@@ -110,7 +110,7 @@ class LotSum:
                     f"parameter {name!r} has gradients of {len(norms)} rows, but the private loader handed out "
                     f"{batch.rows}: call the model on the whole batch, one row per example"
                 )
-        self._settle()
+        self.settle()
         if real == 0 or not batch.pieces:
             return
         self._require_same_lot(divisor, batch.geometry)
@@ -138,8 +138,8 @@ class LotSum:
         elif self._clipped_to[:2] != now[:2] or self._clipped_to[2] is not geometry:
             raise RuntimeError("bound, divisor or geometry changed within a lot: its noise would not cover its sum")
 
-    def _settle(self) -> None:
-        """Take the batch that was added last into the lot, less what is not finite."""
+    def settle(self) -> None:
+        """Take the batch that was added last into the lot, less what is not finite; its gradients may then go."""
         if self._added is None:
             return
         added, self._added = self._added, None

@@ -55,7 +55,7 @@ class Recipe:
             randomness.
         secure: Draw noise and lots from a cryptographic generator.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
-        cuda_graphs: Record the network's passes on the GPU once and replay them; ``None``: if it is a built-in network.
+        cuda_graphs: Record the network's passes on the GPU once and replay them; ``None``: where it pays.
         options: Settings of the method alone, by name.
     """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero.methods.recipe import Recipe
-from dphero.models import NAMES
 
 __all__ = ["Task"]
 
@@ -41,13 +41,10 @@ class Task:
         return self.train.tensors[0].device
 
     @property
-    def cuda_graphs(self) -> bool:
-        """Whether to record the network's passes and replay them.
-
-        Unasked, this is done for built-in networks on a GPU: a user's own may do more in Python than compute.
-        """
+    def cuda_graphs(self) -> bool | Literal["auto"]:
+        """Whether to record the network's passes and replay them; unasked, where it pays."""
         wanted = self.recipe.cuda_graphs
-        return self.device.type == "cuda" and self.recipe.model in NAMES if wanted is None else wanted
+        return "auto" if wanted is None else wanted
 
     @property
     def records(self) -> int:

@@ -24,10 +24,12 @@ class RandomState:
 
     Args:
         own: Generators besides the global ones.
+        besides: A kind of devices whose generators are left out.
     """
 
-    def __init__(self, own: Sequence[torch.Generator] = ()) -> None:
-        self._torch = [(generator, generator.get_state()) for generator in torch_generators(own)]
+    def __init__(self, own: Sequence[torch.Generator] = (), besides: str | None = None) -> None:
+        generators = [each for each in torch_generators(own) if each.device.type != besides]
+        self._torch = [(generator, generator.get_state()) for generator in generators]
         self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 

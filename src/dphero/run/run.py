@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from dphero.checkpoint import unchanged_on_failure
 from dphero.checks.first_batch import probe
 from dphero.checks.loss.check import LossCheck
 from dphero.checks.padding import PaddingCheck
-from dphero.cuda_graphs.replay import Graphs
+from dphero.cuda_graphs.replay import Graphs, can_be_recorded
 from dphero.gradients.batch import GradientBatch
 from dphero.guidance import Preconditions
 from dphero.hooks.taps import Taps
@@ -41,7 +41,7 @@ class Run:
         mechanism: Clips, adds noise, and writes the ledger.
         lots: Where training stands.
         sampler: Draws the lots.
-        usual_rows: How many rows a physical batch rarely exceeds.
+        usual_rows: How many rows a physical batch has: some sizes that most of them come close to.
         loss_reduction: What the user's loss is over the rows of a batch.
         cuda_graphs: Whether passes are recorded and replayed.
     """
@@ -55,9 +55,9 @@ class Run:
         mechanism: Mechanism,
         lots: Lots,
         sampler: Sampler,
-        usual_rows: int,
+        usual_rows: Sequence[int],
         loss_reduction: Literal["mean", "sum"],
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self.loss_reduction = mechanism, lots, sampler, loss_reduction
@@ -74,11 +74,17 @@ class Run:
             returned=lambda out: self._loss_check.watch(self._padding_check.watch(out)),
             called=self._look_at_padding,
             examine=probe,
-            replay=partial(Graphs, rows=usual_rows) if cuda_graphs else None,
+            replay=self._recorder(usual_rows, cuda_graphs),
         )
         self._gradients = PrivateGradients(parameters, optimizers, lots, lambda: self.taps.is_paused)
         attributes = [value for child in module.modules() for value in vars(child).values()]
         lots.generators.own = [value for value in attributes if isinstance(value, Generator)]
+
+    def _recorder(self, rows: Sequence[int], wanted: bool | Literal["auto"]) -> Callable[[Taps], Graphs] | None:
+        """Return what makes recordings, if there may be any."""
+        if not wanted or (wanted == "auto" and not can_be_recorded(*self.parameters.values())):
+            return None
+        return partial(Graphs, sizes=rows, before=self.lot_sum.settle, required=wanted is True)
 
     # -- one lot ------------------------------------------------------------------------------------------
 

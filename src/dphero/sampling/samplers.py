@@ -17,8 +17,8 @@ class Sampler(Protocol):
     key: int | None
 
     @property
-    def usual_size(self) -> int:
-        """How many members a lot rarely exceeds. Private: it is for sizing buffers."""
+    def usual_sizes(self) -> list[int]:
+        """Sizes for buffers: few lots exceed the first, hardly any the last. Private."""
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot."""
@@ -52,10 +52,11 @@ class PoissonSampler:
         self.lots_per_epoch = max(1, round(1 / sample_rate))
 
     @property
-    def usual_size(self) -> int:
-        """Two standard deviations above the mean; one lot in forty is larger."""
+    def usual_sizes(self) -> list[int]:
+        """One and four standard deviations above the mean: one lot in six, and one in 30,000, is larger."""
         mean = self.size * self.sample_rate
-        return min(self.size, math.ceil(mean + 2 * math.sqrt(mean * (1 - self.sample_rate))))
+        deviation = math.sqrt(mean * (1 - self.sample_rate))
+        return [min(self.size, math.ceil(mean + many * deviation)) for many in (1, 4)]
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot, in O(lot)."""
@@ -90,9 +91,9 @@ class ShuffleSampler:
         self._epoch: tuple[int, np.ndarray] | None = None
 
     @property
-    def usual_size(self) -> int:
+    def usual_sizes(self) -> list[int]:
         """The size of all lots but the last of an epoch."""
-        return min(self.size, self.lot_size)
+        return [min(self.size, self.lot_size)]
 
     def draw(self, lot: int) -> np.ndarray:
         """Return the indices of the examples of a lot."""

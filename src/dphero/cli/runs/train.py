@@ -81,7 +81,7 @@ def train(
     device: DeviceOption = None,
     cuda_graphs: Annotated[
         bool | None,
-        typer.Option(help="Record each pass on the GPU once and replay it. Built-in networks do, unless told not to."),
+        typer.Option(help="Record each pass on the GPU once and replay it: always, or never; unasked, where it pays."),
     ] = None,
     options: SetOption = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with the same names.")] = None,

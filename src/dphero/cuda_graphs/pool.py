@@ -1,0 +1,90 @@
+"""The memory of recordings, and how one is made so that a failure leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+__all__ = ["Pool"]
+
+T = TypeVar("T")
+
+
+class Pool:
+    """Memory and stream of recordings of which never two are under way: they may lie in the same places.
+
+    A recording takes places that no tensor holds when it is made, whatever earlier ones do there when they are
+    replayed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Record what ``work`` does on the GPU; return what does it again, and results that stay where they are.
+
+        Raises:
+            RuntimeError: If it cannot be recorded, because it waits for the GPU, say.
+        """
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile (one that pins memory for a loader, say).
+        way = torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local")
+        with _no_collection(), torch.cuda.device(self.device), _left_as_it_was(self.device), way, _no_waiting():
+            result = work()
+
+        def replay() -> None:
+            with torch.cuda.device(self.device):
+                graph.replay()
+
+        return replay, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage where it is: to free an earlier recording that lies in it would spoil the one made now."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Let torch refuse to wait for the GPU: the GPU itself would refuse too, and break off the recording."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch does not notice everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _left_as_it_was(device: torch.device) -> Iterator[None]:
+    """After a recording that broke off, go back to the stream before, and let random numbers be drawn again."""
+    before = torch.cuda.current_stream(device)
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(before)
+        torch.cuda.synchronize(device)
+        generator = torch.cuda.default_generators[before.device_index]
+        state = generator.get_state()
+        try:
+            torch.empty(1, device=device).uniform_()
+            generator.set_state(state)
+        except RuntimeError:  # it still counts what is drawn as part of the recording
+            generator.graphsafe_set_state(generator.clone_state())
+        raise

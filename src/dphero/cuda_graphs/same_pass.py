@@ -1,0 +1,40 @@
+"""Whether a recording does what the pass does that it was made of: compared before it is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from dphero.cuda_graphs.recorded_pass import Pass, Results
+from dphero.cuda_graphs.replay_guards import CannotRecordError
+from dphero.numerics.compare import largest_gap
+
+__all__ = ["require_bounded", "require_equal"]
+
+_TOLERANCE = 1e-2
+"""Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
+
+
+def require_equal(expected: Results, found: Results) -> None:
+    """Raise ``CannotRecordError`` if a recording does not repeat the pass that it was made of."""
+    outs = [(x, y) for x, y in zip(expected.outs, found.outs, strict=True) if isinstance(x, Tensor)]
+    for pair in (*outs, *zip(expected.norms, found.norms, strict=True)):
+        _require_close([pair])
+    _require_close([pair for pair in zip(expected.sums, found.sums, strict=True) if len(pair[0])])
+
+
+def _require_close(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise if pairs differ by more than a part of what is largest in them (where both are finite)."""
+    found = [largest_gap(first.double(), second.double()) for first, second in pairs]
+    gap, scale = (max(each, default=0.0) for each in zip(*found, strict=True)) if found else (0.0, 0.0)
+    if gap > _TOLERANCE * scale:
+        raise CannotRecordError(f"replayed, it computes something else (by {gap / max(scale, 1e-30):.2g} of its size)")
+
+
+def require_bounded(made: Pass) -> None:
+    """Raise ``CannotRecordError`` if an example adds more to the sums than its norms say: else it is not clipped."""
+    largest = made.norms.double().amax(1)
+    for norms, added in made.shares():
+        if bool((added - norms.double() > _TOLERANCE * largest).any()):
+            raise CannotRecordError("replayed, an example adds more to the sums than its norms say")
