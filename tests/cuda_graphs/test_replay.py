@@ -362,6 +362,22 @@ def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings:
     assert run(30) == (True, False)
 
 
+def test_the_first_lot_recorded_may_be_larger_than_some_recordings(recordings: list[int]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).to(DEVICE)
+    found: list[Any] = []
+    parameters = dict(model.named_parameters())
+    isotropic = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
+    rows = 20
+    taps = Taps(
+        model, parameters, geometry=lambda: isotropic, rows=lambda: rows, consume=found.append, examine=probe,
+        replay=partial(Graphs, sizes=[16, 24]),
+    )  # fmt: skip
+    for rows in (20, 24, 16, 9, 17):
+        model(torch.randn(rows, 1, 8, 8, device=DEVICE)).square().sum().backward()
+        assert found.pop()._made.rows == (16 if rows <= 16 else 24)
+    assert len(recordings) == 6
+
+
 def pair(model: nn.Module) -> tuple[PrivacyEngine, Any, Any]:
     engine = PrivacyEngine()
     model.to(DEVICE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,12 @@ from dphero.numerics.trees import tree_flatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
+logger = logging.getLogger(__name__)
+
 SIZES = (5, 7)
 """The two batch sizes at which a model is run."""
+_PATIENCE = 2.0
+"""Seconds after which a line in the log says what goes on."""
 _ROUNDS = 64
 """How often it is run until what was assumed of its calls is confirmed."""
 
@@ -50,6 +56,7 @@ class ModelRuns:
         self.taps, self.batch = taps, batch
         self.snapshot = ModelSnapshot(taps.module)
         self._hints: dict[Call, Axes] = {}
+        self._started, self._told = time.monotonic(), False
         self._labels = {
             id(child): f"{path or 'the model'!r} ({type(child).__name__})"
             for path, child in taps.module.named_modules()
@@ -59,8 +66,15 @@ class ModelRuns:
         """Assume nothing of calls any more: a module is run in another way from now on."""
         self._hints.clear()
 
+    def _tell(self) -> None:
+        """Say, once, what takes so long."""
+        if not self._told and time.monotonic() - self._started > _PATIENCE:
+            self._told = True
+            logger.info("Examining the model on a few rows of its first batch: once, before anything is trusted.")
+
     def record(self, rows: Sequence[int], *, training: bool = True, seed: int | None = None) -> RecordedRun:
         """Run the model on these rows and note all that is to be compared."""
+        self._tell()
         trace = AxisTrace(len(rows), self._hints)
 
         def note(child: nn.Module, _: Any, out: Any) -> None:
@@ -93,6 +107,7 @@ class ModelRuns:
         self, plan: AxisPlan, rows: Sequence[int], objective: Objective = lambda outs: outs, *, training: bool = True
     ) -> TappedPass:
         """Run the model on these rows with its layers tapped, and back-propagate (:func:`tapped_pass`)."""
+        self._tell()
         call = self.batch.take(rows)
         return tapped_pass(self.taps, plan, self.snapshot, call, len(rows), objective, training=training)
 

@@ -298,11 +298,11 @@ def _buffer(leaf: Any, axis: int | None, rows: int) -> Any:
 
 
 def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
-    """Copy a tensor to its place, and its first row to what is left there."""
+    """Copy a tensor, or its first rows, to its place, and the first row to what is left there."""
     if rows is None:
         place.copy_(leaf)
         return
-    place[:rows].copy_(leaf)
+    place[:rows].copy_(leaf[:rows])
     if rows < len(place):
         place[rows:].copy_(leaf[:1].expand(len(place) - rows, *leaf.shape[1:]))
 

@@ -53,24 +53,26 @@ class ModelSnapshot:
                 started = RandomState(self.own_generators)
             yield changes
         finally:
+            unchanged: set[int] = set()
             try:
                 changes.random = not started.is_current
-                changes.state = self._changed()
+                changes.state, unchanged = self._changed()
             finally:
-                self._put_back(generators)
+                self._put_back(generators, unchanged)
 
-    def _put_back(self, generators: RandomState) -> None:
+    def _put_back(self, generators: RandomState, unchanged: set[int]) -> None:
         """Put everything back, also if Ctrl-C comes between."""
         try:
             generators.restore()
-            self._restore()
+            self._restore(unchanged)
         except BaseException:
             generators.restore()
-            self._restore()
+            self._restore(set())
             raise
 
-    def _changed(self) -> dict[str, Tensor]:
-        found = {}
+    def _changed(self) -> tuple[dict[str, Tensor], set[int]]:
+        """Return what was written, by name, and the ``id`` of each tensor that was not."""
+        found, unchanged = {}, set()
         for path, table, before in self._tables:
             for name, tensor in table.items():
                 old = before.get(name)
@@ -78,15 +80,17 @@ class ModelSnapshot:
                 known = None if old is None else self._values[id(old)]
                 if value is not None and (known is None or not same(value, known)):
                     found[_name(path, name)] = value.clone()
-        return found
+                elif tensor is old:
+                    unchanged.add(id(tensor))
+        return found, unchanged
 
     @torch.no_grad()
-    def _restore(self) -> None:
+    def _restore(self, unchanged: set[int]) -> None:
         for _, table, before in self._tables:
             table.clear()
             table.update(before)
             for tensor in _tensors(before):
-                if not same(tensor, self._values[id(tensor)]):
+                if id(tensor) not in unchanged and not same(tensor, self._values[id(tensor)]):
                     tensor.copy_(self._values[id(tensor)])
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
