@@ -368,7 +368,7 @@ def test_the_first_lot_recorded_may_be_larger_than_some_recordings(recordings: l
     parameters = dict(model.named_parameters())
     isotropic = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
     rows = 20
-    taps = Taps(
+    Taps(
         model, parameters, geometry=lambda: isotropic, rows=lambda: rows, consume=found.append, examine=probe,
         replay=partial(Graphs, sizes=[16, 24]),
     )  # fmt: skip

@@ -57,8 +57,7 @@ class IndependenceCheck:
                     "Such a model cannot be made private."
                 )
         _require_same_state(small, large)
-        places = range(len(rows))
-        self._compare_with_copies(rows, places, small, layouts)
+        self._compare_with_copies(rows, range(len(rows)), small, layouts)
         if small.random:
             for seed in _SEEDS:  # each with one of the rows, in turn
                 among = self._runs.record(mixed[0], seed=seed)

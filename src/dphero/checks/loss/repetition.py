@@ -17,6 +17,10 @@ SLACK = 1e-5
 """Relative change of a row that rounding may bring about."""
 
 
+_ROWS = 16
+"""So many rows are compared at a time: copies of all, in double precision, would take memory."""
+
+
 class _Failed:
     """In place of a result of a call that could not be repeated."""
 
@@ -122,20 +126,34 @@ def _order(before: list[Any], after: list[Any], index: Tensor) -> Tensor:
     """
     rows = len(index)
     pairs = [
-        (by_row(first.detach(), axis, rows).double(), by_row(second.detach(), axis, rows).double())
+        (by_row(first.detach(), axis, rows), by_row(second.detach(), axis, rows))
         for first, second in zip(before, after, strict=True)
         if isinstance(first, Tensor) and isinstance(second, Tensor) and first is not second
         if first.shape == second.shape and not first.is_complex() and (axis := axis_of_rows(first, rows)) is not None
     ]
     if not pairs:
         return index
-    first, second = (torch.cat([pair[side].cpu() for pair in pairs], 1).nan_to_num() for side in (0, 1))
     stays = index == torch.arange(rows)
-    scale = first.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
-    if bool(((first - second).abs().amax(1) <= SLACK * scale)[stays].all()):
+    moved, scale = _changes(pairs, rows)
+    if bool((moved <= SLACK * scale)[stays].all()):
         return index
+    first, second = (torch.cat([pair[side].double().cpu() for pair in pairs], 1).nan_to_num() for side in (0, 1))
     gaps, places = torch.cdist(second / scale, first / scale, p=math.inf).min(1)
     return torch.where(gaps <= SLACK, places, -1)
+
+
+def _changes(pairs: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
+    """Return by how much each row differs, and the largest entry of the first pass; where they lie, some at a time."""
+    moved, largest, device = [], [], pairs[0][0].device
+    for some in torch.arange(rows).split(_ROWS):
+        part = slice(int(some[0]), int(some[-1]) + 1)
+        first, second = (
+            torch.cat([pair[side][part].to(device, torch.float64) for pair in pairs], 1).nan_to_num() for side in (0, 1)
+        )
+        moved.append((second - first).abs().amax(1))
+        largest.append(first.abs().amax())
+    tiny = torch.finfo(torch.float64).tiny
+    return torch.cat(moved).cpu(), torch.stack(largest).amax().cpu().clamp(min=tiny)
 
 
 def axis_of_rows(value: Tensor, rows: int) -> int | None:
