@@ -87,7 +87,7 @@ def plain_with_noise(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled
     return step
 
 
-def dphero(guidance: str, graphs: bool | str = False, sampling: str = "shuffle") -> Callable[..., Step]:
+def dphero(guidance: str, graphs: bool | str = "auto", sampling: str = "shuffle") -> Callable[..., Step]:
     def make(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
         from dphero import PrivacyEngine
 
@@ -165,6 +165,8 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "plain+noise": plain_with_noise,
     "isotropic": dphero("isotropic"),
     "pca": dphero("pca"),
+    "isotropic-eager": dphero("isotropic", graphs=False),
+    "pca-eager": dphero("pca", graphs=False),
     "isotropic-graphs": dphero("isotropic", graphs=True),
     "pca-graphs": dphero("pca", graphs=True),
     "pca-poisson": dphero("pca", sampling="poisson"),
@@ -323,7 +325,9 @@ def parse() -> argparse.Namespace:
     if options.keep_memory and not options.processes:
         parser.error("--keep-memory is for the processes of --processes")
     if options.systems is None:
-        options.systems = [name for name in SYSTEMS if options.device == "cuda" or "graphs" not in name]
+        options.systems = [
+            name for name in SYSTEMS if options.device == "cuda" or name.split("-")[1:2] not in (["graphs"], ["eager"])
+        ]
     return options
 
 

@@ -745,3 +745,25 @@ def test_dropout_before_a_head_that_starts_at_zero(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("dphero.checks.gradient_check._shows_random_numbers", lambda *_: True)
     with pytest.raises(ValueError, match="another gradient than autograd"):
         run(model, sequences())
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_random_model_is_run_a_few_times_on_a_few_rows() -> None:
+    rows: list[int] = []
+    model = with_layer(lambda self, x: (rows.append(len(x)), F.dropout(x, 0.5, self.training))[1])
+    run(model, torch.randn(32, 8))
+    assert rows.pop() == 32 and sum(rows) <= 150 and max(rows) <= 7
+
+
+@pytest.mark.parametrize(("patience", "lines"), [(-1.0, 1), (60.0, 0)])
+def test_what_takes_long_says_so_once(
+    patience: float, lines: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphero.checks.model_runs._PATIENCE", patience)
+    caplog.set_level("INFO", "dphero")
+    run(with_layer(lambda self, x: x), torch.randn(6, 8))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Examining the model on a few rows of its first batch: once, before anything is trusted."
+    ] * lines

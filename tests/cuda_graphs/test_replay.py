@@ -378,6 +378,22 @@ def test_the_first_lot_recorded_may_be_larger_than_some_recordings(recordings: l
     assert len(recordings) == 6
 
 
+def test_a_model_on_two_devices_is_not_recorded(recordings: list[int]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).to(DEVICE)
+    parameters = dict(model.named_parameters())
+    rows = 40
+    taps = Taps(
+        model, parameters, geometry=lambda: {}, rows=lambda: rows, consume=lambda batch: None, examine=probe,
+        replay=partial(Graphs, sizes=[20]),
+    )  # fmt: skip
+    model(torch.randn(rows, 1, 8, 8, device=DEVICE))
+    model.register_buffer("other", torch.zeros(3, device="meta"))
+    rows = 20
+    with pytest.raises(ValueError, match=f"its tensors are on {DEVICE}.* and meta"):
+        model(torch.randn(rows, 1, 8, 8, device=DEVICE))
+    assert taps.plan is not None and not recordings
+
+
 def pair(model: nn.Module) -> tuple[PrivacyEngine, Any, Any]:
     engine = PrivacyEngine()
     model.to(DEVICE)
@@ -579,6 +595,11 @@ class ReturnsObject(nn.Linear):
         return super().forward(x.flatten(1)), object()
 
 
+class ReturnsRows(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.flatten(1)), len(x)
+
+
 class Fails(nn.Linear):
     """Fails on more rows than there are examples in a batch, as a check of a shape may."""
 
@@ -602,7 +623,8 @@ def next_rate(step: int, model: nn.Module) -> None:
         (lambda: DrawsInPython(64, 3), "draws random numbers in Python", {}),
         (lambda: Keeps(64, 3), "change from batch to batch", {}),
         (lambda: ReturnsConstant(64, 3), "returns a tensor of shape", {}),
-        (lambda: ReturnsObject(64, 3), "returns a object", {}),
+        (lambda: ReturnsObject(64, 3), "a value of type object", {}),
+        (lambda: ReturnsRows(64, 3), "a value of type int", {}),
         (lambda: Looks(64, 3), "not permitted when stream is capturing|synchronizing", {}),
         (lambda: Fails(64, 3), "too many rows", {}),
     ],

@@ -13,7 +13,7 @@ from dphero.cuda_graphs.autocast import Autocast, computing_in
 from dphero.cuda_graphs.borrowed import borrowed
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.pool import Pool
-from dphero.cuda_graphs.replay_guards import PLAIN, CannotRecordError
+from dphero.cuda_graphs.replay_guards import CannotRecordError
 from dphero.functional.unbatched import plain
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.piece import Piece
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pass", "Results", "Setting", "Shared"]
 
+_CONSTANT = (bool, str, type(None), torch.dtype, torch.device)
+"""Types of what a model may return besides tensors."""
 _Found = tuple[Tensor, list[str], dict[str, Piece]]
 """What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
 
@@ -173,8 +175,10 @@ class Pass:
             outs, structure = tree_flatten(tree_map(plain, taps.run(taps.plan, tape, args, kwargs)))
         for out in outs:
             if not isinstance(out, Tensor):
-                if type(out) not in PLAIN:
-                    raise CannotRecordError(f"it returns a {type(out).__name__}, which would never change")
+                if type(out) not in _CONSTANT:  # a number may be that of the rows
+                    raise CannotRecordError(
+                        f"it returns a value of type {type(out).__name__}, which would never change"
+                    )
             elif out.dim() == 0 or len(out) != self.rows:
                 raise CannotRecordError(f"for {self.rows} rows it returns a tensor of shape {tuple(out.shape)}")
         return outs, structure

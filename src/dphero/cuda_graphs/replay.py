@@ -200,7 +200,7 @@ class Graphs:
             why = f"arguments or attributes of the model changed {_MOST_RECORDINGS} times"
             self._give_up(why, logging.WARNING)
             return False
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        device = self._device(leaves)
         if not self._recordings:
             self._conditions = ReplayConditions(self._taps.module)
             self._conditions.require_no_hooks()
@@ -222,6 +222,15 @@ class Graphs:
                 cause = cause.__context__
             raise CannotRecordError((str(cause) or type(cause).__name__).splitlines()[0]) from error
         return bool(calls.passes)
+
+    def _device(self, leaves: Sequence[Any]) -> torch.device:
+        """Return where everything lies; raise ``CannotRecordError`` if that is not one device."""
+        module = self._taps.module
+        tensors = [*module.parameters(), *module.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        places = {tensor.device for tensor in tensors}
+        if len(places) > 1:
+            raise CannotRecordError(f"its tensors are on {' and '.join(sorted(map(str, places)))}")
+        return places.pop()
 
     def _may_record(self, calls: _Calls) -> bool:
         """Tell whether it is time to record, unasked."""
