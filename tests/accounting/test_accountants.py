@@ -77,7 +77,7 @@ def test_a_ledger_of_several_events_equals_dp_accounting():
     for _ in range(3):  # taking turns: equal events are priced together
         for event, count in [(PoissonGaussian(0.02, 1.5), 50), (PoissonGaussian(0.1, 4.0), 10)]:
             ledger.record(event, count)
-            theirs.compose(event.to_dp_event(), count)
+            theirs.compose(PoissonSampledDpEvent(event.sample_rate, GaussianDpEvent(event.noise_multiplier)), count)
     ledger.record(Gaussian(20.0), 4)
     theirs.compose(GaussianDpEvent(20.0), 4)
     assert price(ledger, 1e-5).epsilon == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-4)

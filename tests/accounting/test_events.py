@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from dphero.accounting import (
     EVENT_KINDS,
@@ -57,12 +56,6 @@ def test_relations():
     assert Gaussian(1.0).relation == "add_or_remove"
     assert AdaptiveGaussian(0.1, 1.0).relation == "add_or_remove"
     assert ShuffledGaussian(1.0, 0).relation == "zero_out"
-
-
-def test_words_of_dp_accounting():
-    assert PoissonGaussian(0.1, 2.0).to_dp_event() == PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
-    assert Gaussian(2.0).to_dp_event() == GaussianDpEvent(2.0)
-    assert AdaptiveGaussian(0.1, 2.0).to_dp_event() is None
 
 
 def test_events_are_values():

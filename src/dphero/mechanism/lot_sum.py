@@ -79,12 +79,6 @@ class LotSum:
         return self._count
 
     @property
-    def marks(self) -> list[Tensor]:
-        """Numbers of each batch, on the CPU, that differ where any norm differs: they tell this lot from others."""
-        self.settle()
-        return self._marks
-
-    @property
     def diagnostics(self) -> Diagnostics:
         """Notes on what was added."""
         self.settle()

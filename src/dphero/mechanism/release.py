@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dphero.accounting import Budget, Event, Ledger
 from dphero.geometry.geometry import Geometry
 from dphero.guidance import Guidance
-from dphero.mechanism import state
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.clipping import Clipping
 from dphero.mechanism.modes import Ball, Ellipsoid, Mode
@@ -118,10 +117,6 @@ class Mechanism:
         """Return what the next release will cost."""
         return self.rule.event(self._event, self.noise_multiplier, self.noise_geometry)
 
-    def full_price(self) -> Event:
-        """Return what a release costs whose noise has the full σ in every direction."""
-        return self._event(self.noise_multiplier)
-
     def check_budget(self) -> None:
         """Raise :class:`~dphero.BudgetExhausted` if the next release would exceed the budget."""
         if self.budget is not None:
@@ -186,29 +181,59 @@ class Mechanism:
         assert lot.count is not None and self.clipping.count_noise is not None
         self.clipping.adapt(float(lot.count) + self.clipping.count_noise * float(normal), self.expected_lot)
 
-    # -- checkpoint (see :mod:`dphero.mechanism.state`) ---------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self._parameters.values())).device
+    # -- checkpoint ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs for the coming releases to be what they would have been."""
-        return state.save(self)
+        return {
+            "mode": self.mode,
+            "releases": self.releases,
+            "noise_multiplier": self.noise_multiplier,
+            "noise": self.noise.state_dict(),
+            "clipping": self.clipping.state_dict(),
+            "ledger": self.ledger.to_json(),
+            **self.shape.state_dict(),
+        }
 
-    def check_state(self, saved: Mapping[str, Any], next_lot: int) -> None:
+    def check_state(self, state: Mapping[str, Any], next_lot: int) -> None:
         """Raise ``ValueError`` for the state of another mechanism, and for one that contradicts itself."""
-        state.require_consistent(self, saved, next_lot)
+        if state["mode"] != self.mode:
+            raise ValueError(f"the checkpoint was made with mechanism {state['mode']!r}, this engine has {self.mode!r}")
+        if state["noise_multiplier"] != self.noise_multiplier:
+            raise ValueError(
+                f"the checkpoint was made with noise multiplier {state['noise_multiplier']}, this engine has "
+                f"{self.noise_multiplier}; make the model private with the same value to resume"
+            )
+        releases, ledger = int(state["releases"]), Ledger.from_json(state["ledger"])
+        noises = self.noise.read_last_release(state["noise"]) + 1
+        counts = {"releases": releases, "next lot": next_lot, "noises": noises}
+        if not releases == next_lot >= noises or not 0 <= int(state["renewed_at"]) <= releases:
+            raise ValueError(f"the checkpoint contradicts itself, and cannot be trusted: {counts}")
+        if ledger.steps < releases:
+            raise ValueError(
+                f"the checkpoint contradicts itself: {releases} releases were made, its ledger has {ledger.steps}"
+            )
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint that was checked; :meth:`load_noise` is the last step."""
-        state.load(self, saved)
+        ledger, device = Ledger.from_json(state["ledger"]), next(iter(self._parameters.values())).device
+        self.clipping.load_state_dict(state["clipping"])
+        self.shape.load_state_dict(state, device)
+        self.releases, self.ledger = int(state["releases"]), ledger
 
     def check_ledger(self) -> None:
         """Raise ``ValueError`` if the ledger says that releases of this training cost something else than they do."""
-        state.require_own_ledger(self)
+        own, left = self._event(self.noise_multiplier), self.releases  # what the full σ in every direction costs
+        for event, times in reversed(list(self.ledger.runs())):
+            if left <= 0:
+                break
+            left -= times
+            if not self.rule.may_have_cost(event, own):
+                raise ValueError(
+                    f"the checkpoint's ledger holds {event} for a release of this training, which costs {own}: make "
+                    "the model private with the same arguments to resume"
+                )
 
-    def load_noise(self, saved: Mapping[str, Any]) -> None:
+    def load_noise(self, state: Mapping[str, Any]) -> None:
         """Go on with the noise of a checkpoint: when nothing else can fail any more, since noise does not go back."""
-        self.noise.load_state_dict(saved["noise"])
+        self.noise.load_state_dict(state["noise"])

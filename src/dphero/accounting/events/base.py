@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from dp_accounting import DpEvent
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
@@ -98,10 +97,6 @@ class Event:
 
     def pure_epsilon(self) -> float | None:
         """``epsilon`` at delta 0, if the release has one; these compose by adding."""
-        return None
-
-    def to_dp_event(self) -> DpEvent | None:
-        """The same release in dp_accounting's words, if it has them."""
         return None
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import NDArray
 
@@ -47,9 +46,6 @@ class Gaussian(Event, kind="gaussian"):
 
     def mu_squared(self) -> float | None:
         return self.noise_multiplier**-2
-
-    def to_dp_event(self) -> DpEvent | None:
-        return GaussianDpEvent(self.noise_multiplier)
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,6 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
     def sampled_gaussian(self) -> tuple[float, float] | None:
         return (self.sample_rate, self.noise_multiplier) if self.is_sampled else None
 
-    def to_dp_event(self) -> DpEvent | None:
-        return PoissonSampledDpEvent(self.sample_rate, GaussianDpEvent(self.noise_multiplier))
-
 
 @dataclass(frozen=True)
 class ShuffledGaussian(Event, kind="shuffled_gaussian"):
@@ -147,9 +140,6 @@ class ShuffledGaussian(Event, kind="shuffled_gaussian"):
 
     def mu_squared(self) -> float | None:
         return self.noise_multiplier**-2
-
-    def to_dp_event(self) -> DpEvent | None:
-        return GaussianDpEvent(self.noise_multiplier)
 
 
 @dataclass(frozen=True)
