@@ -50,22 +50,15 @@ class Spectrum:
 class Wanted:
     """A spectrum to be found: that of M M^T, for M of k x m.
 
-    Attributes:
-        matrix: M, of any floating dtype; computed in float32 at least.
-        name: whose it is.
-        components: None for all of it, by `eigh`: k^2 m + about 10 k^3 operations. Else r < k: the leading r
-            directions by block subspace iteration, which forms no k x k matrix: about 2 k m r operations.
-        start: for the iteration, what the last one returned; None, or one of another shape, starts anew with some
-            sweeps.
-        wide: compute in float64. Without a floor the smallest eigenvalues matter, and in float32 those below
-            about 1e-5 of the largest are rounding error.
+    All of it by `eigh` takes k^2 m + about 10 k^3 operations; the leading r < k directions by block subspace iteration,
+    which forms no k x k matrix, about 2 k m r.
     """
 
-    matrix: Tensor
-    name: str
-    components: int | None = None
-    start: Start | None = None
-    wide: bool = False
+    matrix: Tensor  # M, of any floating dtype; computed in float32 at least
+    name: str  # whose it is
+    components: int | None = None  # r; None for all of it
+    start: Start | None = None  # what the last iteration returned; None or of another shape: anew, with some sweeps
+    wide: bool = False  # in float64, for a floor of 0: in float32, eigenvalues below 1e-5 of the largest are rounding
 
 
 class Search:

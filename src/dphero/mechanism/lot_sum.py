@@ -176,27 +176,16 @@ class LotSum:
 
 @dataclass(frozen=True, eq=False)
 class _Added:
-    """A batch whose gradients may not all be finite.
-
-    Attributes:
-        batch: The gradients;
-        real: how many of its first rows are examples;
-        factor: what they are multiplied by in the sums, besides their weights.
-        stacked: ‖w_i‖² of these, a row for each parameter,
-        finite: and which of them are finite.
-        squares: The same by parameter.
-        reading: What :func:`_numbers` found.
-        sums: The clipped sums, right if all are finite.
-    """
+    """A batch whose gradients may not all be finite."""
 
     batch: GradientBatch
-    real: int
-    factor: float
-    stacked: Tensor
-    finite: Tensor
-    squares: dict[str, Tensor]
-    reading: Fetched
-    sums: dict[str, Tensor]
+    real: int  # how many of its first rows are examples
+    factor: float  # what they are multiplied by in the sums, besides their weights
+    stacked: Tensor  # ‖w_i‖² of these, a row for each parameter
+    finite: Tensor  # which of them are finite
+    squares: dict[str, Tensor]  # ‖w_i‖² by parameter
+    reading: Fetched  # what `_numbers` found
+    sums: dict[str, Tensor]  # the clipped sums, right if all are finite
 
 
 def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:

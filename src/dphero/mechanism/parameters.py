@@ -18,19 +18,12 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Template:
-    """The public description of one parameter.
+    """The public description of one parameter."""
 
-    Attributes:
-        layer: Path of the module that owns it (the first one, for a tied weight).
-        shares: For a bias, the name of the weight in whose row space its gradient lives.
-        features: Which axis of its matrix view holds the features.
-        plain: Whether its noise is always isotropic: norms' scales, scalars, loose vectors.
-    """
-
-    layer: str
-    shares: str | None
-    features: Literal["rows", "columns"]
-    plain: bool
+    layer: str  # path of the module that owns it (the first one, for a tied weight)
+    shares: str | None  # for a bias, the name of the weight in whose row space its gradient lives
+    features: Literal["rows", "columns"]  # which axis of its matrix view holds the features
+    plain: bool  # whether its noise is always isotropic: norms' scales, scalars, loose vectors
 
     @property
     def for_guidance(self) -> dict[str, Any]:

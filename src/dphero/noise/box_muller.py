@@ -45,17 +45,10 @@ def draw_chunk(
     targets: list[Tensor],
     second: Callable[[Tensor], Tensor],
 ) -> None:
-    """Make the normals of a chunk, refining the smallest uniforms, and hand them out.
+    """Make the normals of a chunk as :func:`make_chunk` does, refining the smallest uniforms, and hand them out.
 
-    Args:
-        make: :func:`make_chunk`, or what :func:`chunk_maker` made of it.
-        words: Random words, as there.
-        numbers: The same memory, as there.
-        tiny: 2⁻ᵇ.
-        std: The standard deviation.
-        targets: As there.
-        second: Told which pairs, by their numbers in the chunk; returns where in (0, 1) the second word of each puts
-            its uniform, in float64.
+    ``make`` is that function, or what :func:`chunk_maker` made of it. ``second`` is told which pairs, by their numbers
+    in the chunk, and returns where in (0, 1) the second word of each puts its uniform, in float64.
     """
     if make(words, numbers, tiny, std, targets):
         return

@@ -12,13 +12,7 @@ _warned_of: set[bytes] = set()
 
 
 def is_new(key: bytes, release: int, code: bytes) -> bool:
-    """Note what the noise of a release was bound to; tell whether nothing else was noted for it before.
-
-    Args:
-        key: The key of a run. What is kept is a hash of it.
-        release: The number of the release.
-        code: Stands for what was released; the same code again is the same release again.
-    """
+    """Note what the noise of a release was bound to, by its code; tell whether no other was noted for it before."""
     if release >= _MOST:
         return True
     notes = _used.setdefault(_hashed(key), array("Q"))

@@ -17,12 +17,7 @@ Tensors = Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Target(NamedTuple):
-    """A tensor that is overwritten with noise.
-
-    Attributes:
-        tensor: All of what is called `name`, or a part of it: flattened, the elements from `start` on.
-        std: Standard deviation of the noise.
-    """
+    """A tensor to be overwritten: all of what is called `name`, or, flattened, a part of it from `start` on."""
 
     tensor: Tensor
     std: float
@@ -97,13 +92,8 @@ class OneTimeSource(ABC):
     ) -> None:
         """Overwrite every tensor in place with independent N(0, std²); see `NoiseSource.fill`.
 
-        Args:
-            tensors: as there.
-            std: as there.
-            release: as there.
-            bound_to: as there.
-            starts: for parts of tensors, by name: the place of their first element in the whole, flattened. A source
-                that a key repeats gives a part the noise that the whole would have got there.
+        `starts` is for parts of tensors, by name: the place of their first element in the whole, flattened. A source
+        that a key repeats gives a part the noise that the whole would have got there.
         """
         release, std = operator.index(release), float(std)
         if not (math.isfinite(std) and std >= 0):

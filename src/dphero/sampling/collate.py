@@ -41,17 +41,11 @@ Make = Callable[[list[Any]], Any]
 
 
 class Part(NamedTuple):
-    """A batch that was fetched, or the part of it that has one public length.
+    """A batch that was fetched, or the part of it that has one public length."""
 
-    Attributes:
-        batch: What the collate function made.
-        rows: The number of its examples; ``None`` if the data set made the batch at once.
-        padding: How it was padded, if its length follows from the longest of its examples and this was looked at.
-    """
-
-    batch: Any
-    rows: int | None
-    padding: Padding | None
+    batch: Any  # what the collate function made
+    rows: int | None  # the number of its examples; None if the data set made the batch at once
+    padding: Padding | None  # how, if its length follows from the longest of its examples and this was looked at
 
 
 class PrivateCollate:

@@ -18,32 +18,20 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class PaddedAxis:
-    """How one axis of a tensor is filled up.
+    """How one axis of a tensor is filled up."""
 
-    Attributes:
-        path: Where the tensor is in the batch.
-        axis: The axis, counted without that of the examples.
-        side: Where the filling is.
-        value: What it is filled with.
-    """
-
-    path: Path
-    axis: int
-    side: Literal["right", "left"]
-    value: float
+    path: Path  # where the tensor is in the batch
+    axis: int  # counted without that of the examples
+    side: Literal["right", "left"]  # where the filling is
+    value: float  # what it is filled with
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How a batch is padded to the longest of its examples.
-
-    Attributes:
-        padded: The axes that are, and how.
-        lengths: For some rows, the length that an axis of this size would have without padding.
-    """
+    """How a batch is padded to the longest of its examples."""
 
     padded: tuple[PaddedAxis, ...]
-    lengths: dict[int, dict[int, int]]
+    lengths: dict[int, dict[int, int]]  # for some rows, the length that an axis of this size would have without padding
 
     @property
     def left(self) -> bool:
@@ -52,16 +40,9 @@ class Padding:
 
 
 def padded_axes(path: Path, own: Tensor, whole: Tensor, *, exact: bool) -> list[PaddedAxis] | None:
-    """Return how an example was filled up to what it is in a batch, axis by axis.
+    """Return how an example, ``own``, was filled up to what it is in a batch, axis by axis.
 
-    Args:
-        path: Where the tensor is in the batch.
-        own: The example by itself,
-        whole: and in the batch.
-        exact: Whether its own entries must be the same in both.
-
-    Returns:
-        One way for each axis that is longer; ``None`` if it was not filled up with one value.
+    ``None`` stands for: not with one value, or, if that is to be ``exact``, its own entries are not the same in both.
     """
     if own.dim() != whole.dim() or own.dtype != whole.dtype:
         return None

@@ -95,12 +95,7 @@ class SecretGenerators:
 
 
 class SeededWorker:
-    """What a worker of a loader does first: the user's own function, then a secret for its generators.
-
-    Args:
-        source: A secret.
-        initialise: The ``worker_init_fn`` of the user's loader.
-    """
+    """What a worker of a loader does first: the user's own ``worker_init_fn``, then a secret for its generators."""
 
     def __init__(self, source: bytes, initialise: Callable[[int], None] | None) -> None:
         self._source, self._initialise = source, initialise

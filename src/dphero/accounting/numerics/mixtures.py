@@ -40,18 +40,13 @@ _SAFETY = 1e-9  # far above the rounding of a weight, far below what it costs
 class Mixtures:
     """Releases as mixtures of nodes.
 
-    Attributes:
-        nodes: ``(q, sigma)`` of every node.
-        indices: For each release up to four nodes, shape ``(releases, 4)``.
-        weights: Their weights, which sum to 1; 0 where a node takes no part.
-        lattice: Which lattice was used. Under one lattice a release always has the same nodes and weights, whatever
-            the others are.
+    Under one lattice a release always has the same nodes and weights, whatever the others are.
     """
 
-    nodes: tuple[tuple[float, float], ...]
-    indices: NDArray[np.int64]
-    weights: NDArray[np.float64]
-    lattice: tuple[float, bool] | None = None
+    nodes: tuple[tuple[float, float], ...]  # (q, sigma) of every node
+    indices: NDArray[np.int64]  # for each release up to four nodes, shape (releases, 4)
+    weights: NDArray[np.float64]  # their weights, which sum to 1; 0 where a node takes no part
+    lattice: tuple[float, bool] | None = None  # which lattice was used
 
 
 def mixtures(releases: Sequence[tuple[float, float]], at_most: int) -> Mixtures:
