@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dphero.cuda_graphs import replay_guards
 from dphero.cuda_graphs.replay_guards import CannotRecordError, ReplayConditions
 
 
@@ -72,6 +73,14 @@ def test_what_is_set_anew_to_the_same_value_holds() -> None:
         assert known.still_hold()
     net.rate = 0.5
     assert not known.still_hold()
+
+
+def test_a_number_set_anew_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = model()
+    known = ReplayConditions(net)
+    monkeypatch.setattr(replay_guards, "_sources", None)  # to look everywhere again would take it
+    net.rate = float("0.25")
+    assert known.still_hold() and known.still_hold()
 
 
 def test_hooks_of_submodules_are_seen_and_those_of_the_model_are_its_callers() -> None:

@@ -175,7 +175,7 @@ class Graphs:
 
     def _give_up(self, why: str, level: int = logging.INFO) -> None:
         self._known.clear()
-        self._given_up = True
+        self._conditions, self._given_up = None, True
         logger.log(level, "The model's passes run one operation after another, without a recording: %s.", why)
 
     def _suits(self, leaves: Sequence[Any], axes: Sequence[int | None]) -> bool:
