@@ -140,6 +140,23 @@ def test_heat_maps_are_embedded(log):
     assert "Heat &lt;maps&gt;" in text and "within the spread of seeds" in text and "PRIVATE training images" in text
 
 
+def test_scores_of_heat_maps_are_those_of_the_file():
+    numbers = json.loads((RESULTS / "heatmaps" / "explain.json").read_text())
+    text = build(read([RESULTS / "heatmaps"])).main
+    lines = {line.partition("</th>")[0].rpartition(">")[2]: line for line in text.split('<tr role="row">')}
+    for group in ("dp-sgd", "dp-hero", "dp-hero-published (UNSOUND)"):
+        pairs = next(
+            each for each in numbers["agreement"]
+            if {each["a"], each["b"]} == {"sgd", group} and each["epoch"] == each["to"] == "last"
+        )  # fmt: skip
+        of = [each["name"] for each in numbers["runs"] if each["group"] == group]
+        faithful = [m["faithfulness"] for m in numbers["maps"] if m["run"] in of and m["epoch"] == "last"]
+        assert len(of) == len(faithful) == 3
+        shown = [f"{pairs[name]['mean']:.2f}<" for name in ("spearman", "iou", "same_class")]
+        for each in (*shown, f"{sum(faithful) / 3:+.3f}<", f">{min(faithful):+.3f} to {max(faithful):+.3f}<"):
+            assert each in lines[group], each
+
+
 def test_the_results_of_a_reproduction(tmp_path):
     source = RESULTS / "reproduction"
     material = read([source])

@@ -108,6 +108,7 @@ def _verdicts(explained: Explained) -> Html | None:
         [
             _other(each, reference),
             *(_range(each.get(name)) for name in _SCORES),
+            _faithful(numbers, group),
             "; ".join(words.pop(group, [_YARDSTICK])),
         ]
         for each in _list(numbers.get("agreement"))
@@ -116,17 +117,34 @@ def _verdicts(explained: Explained) -> Html | None:
         and reference in (each.get("a"), each.get("b"))
         and (group := str(each.get("b") if each.get("a") == reference else each.get("a")))
     ]
-    lines += [[group, *("–" for _ in _SCORES), "; ".join(said)] for group, said in words.items()]
+    lines += [[group, *("–" for _ in _SCORES), "–", "; ".join(said)] for group, said in words.items()]
     if not lines:
         return None
     images = numbers.get("images")
     about = f" ({images.get('count')} images, {images.get('source')})" if isinstance(images, Mapping) else ""
-    headings = ("training", *_SCORES.values(), "verdict")
+    headings = ("training", *_SCORES.values(), "faithful", "verdict")
     caption = (
         f"How far privacy changes the maps, and whether by more than another seed does: agreement with those of "
-        f"{reference}, mean (lowest to highest pair){about}"
+        f"{reference}, mean (lowest to highest pair){about}. Faithful: insertion minus deletion, mean (lowest to "
+        "highest run); 0 says nothing"
     )
-    return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 1 + len(_SCORES)))
+    return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 2 + len(_SCORES)))
+
+
+def _faithful(numbers: Mapping[str, Any], group: str) -> str:
+    """How much more probable the class is with the hottest positions sharp than with the coldest: over its runs."""
+    group_of = {each.get("name"): each.get("group") for each in _list(numbers.get("runs")) if isinstance(each, Mapping)}
+    values = [
+        each["faithfulness"]
+        for each in _list(numbers.get("maps"))
+        if isinstance(each, Mapping)
+        and each.get("epoch") == "last"
+        and isinstance(each.get("faithfulness"), int | float)
+        and (group_of.get(each.get("run")) == group or str(each.get("run")).startswith(f"{group} "))
+    ]
+    if not values:
+        return "–"
+    return _spread(f"{sum(values) / len(values):+.3f}", f"{min(values):+.3f}", f"{max(values):+.3f}")
 
 
 def _other(agreement: Mapping[str, Any], reference: Any) -> str:
@@ -146,7 +164,12 @@ def _range(value: Any) -> str:
     if not isinstance(value, Mapping) or not all(isinstance(value.get(name), int | float) for name in names):
         return "–"
     mean, low, high = (value[name] for name in names)
-    return f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    return _spread(f"{mean:.2f}", f"{low:.2f}", f"{high:.2f}")
+
+
+def _spread(mean: str, low: str, high: str) -> Html:
+    """A mean, and below it where its values lie."""
+    return tag("span", mean, tag("span", f"{low} to {high}", class_="range"))
 
 
 def _list(value: Any) -> list[Any]:
