@@ -15,6 +15,7 @@ pytest.importorskip("plotly")
 pytestmark = pytest.mark.timeout(300)
 
 FEDERATED = Path(__file__).parent / "federated-run"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +79,41 @@ def test_toggles_hover_and_keyboard(page_of_comparison, look):
     placed = {each["name"]: each["x"] for each in traces(page, "frontier")}
     assert placed["dp-hero"] == pytest.approx([8.0], abs=0.05) and placed["dp-hero"] != [8.0]
 
-    canvas = page.locator('[data-figure="frontier"]')
-    canvas.scroll_into_view_if_needed()
+    assert "accuracy" in hovered(page)
+
+
+def hovered(page):
+    """What is shown when the mouse stands on the first point of the frontier."""
+    page.locator('[data-figure="frontier"]').scroll_into_view_if_needed()
     point = page.locator('[data-figure="frontier"] .scatterlayer .trace .point').first.bounding_box()
     page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2)
     page.wait_for_selector('[data-figure="frontier"] .hoverlayer .hovertext')
-    assert "accuracy" in page.locator('[data-figure="frontier"] .hoverlayer').text_content()
+    return page.locator('[data-figure="frontier"] .hoverlayer').text_content()
+
+
+@pytest.mark.parametrize(("source", "method", "runs"), [
+    ("mnist-comparison", "dp-hero", "runs/dp-hero_eps3_*"), ("cifar10-runs", "feature-dp", "feature-dp-epsilon-3-*"),
+])  # fmt: skip
+def test_real_comparisons(source, method, runs, tmp_path, look):
+    """MNIST on a CPU, three seeds, and CIFAR-10 on a GPU: numbers are those of the logs; switches and hover work."""
+    write(build(read([RESULTS / source])), tmp_path / "page.html")
+    page = look(tmp_path / "page.html")
+    logs = [
+        [json.loads(line) for line in each.read_text().splitlines()]
+        for each in sorted((RESULTS / source).glob(f"{runs}/metrics.jsonl"))
+    ]
+    for figure, name in (("accuracy", "accuracy"), ("budget", "epsilon")):
+        curve = [statistics.fmean(line[name] for line in at_once) for at_once in zip(*logs, strict=True)]
+        drawn = [each for each in traces(page, figure) if each.get("legendgroup") == method and each["mode"] != "none"]
+        assert curve in [each["y"] for each in drawn]
+        assert all(each["x"] == [line["epoch"] for line in logs[0]] for each in drawn)
+    finals = [json.loads(each.read_text()) for each in (RESULTS / source).glob(f"{runs}/result.json")]
+    shown = page.locator("#summary table [data-value]").evaluate_all("all => all.map(e => Number(e.dataset.value))")
+    assert {statistics.fmean(each["accuracy"] for each in finals), max(each["epsilon"] for each in finals)} <= {*shown}
+    assert "accuracy" in hovered(page)
+    page.locator('[data-legend="accuracy"] button', has_text=re.compile(f"^{method}$")).click()
+    until(page, "document.querySelector('[data-figure=gain]').data.some(t => t.visible === false)")
+    assert not any(visible(page, "gain", method) + visible(page, "accuracy", method))
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dphero.experiments.comparison.table import notes
+from dphero.methods import METHODS
 from dphero.report.figures.drawing import Drawing, line_label
 from dphero.report.markup import Html, join, table, tag
 from dphero.report.read import Material, Problem, Run
@@ -196,7 +197,10 @@ def reproduce(material: Material) -> Html:
     if isinstance(packages, Mapping):
         pins = [f"{name}=={str(version).partition('+')[0]}" for name, version in packages.items() if version]
         lines += ["# the same versions", f"pip install {' '.join(map(shlex.quote, pins))}", ""]
-    for run in material.runs[:3]:
+    shown = list({run.recipe.method: run for run in reversed(material.runs)}.values())[::-1][
+        :3
+    ]  # the first of each method
+    for run in shown:
         place = shlex.quote(str(run.path))
         if run.federation is not None:
             lines += [
@@ -206,13 +210,13 @@ def reproduce(material: Material) -> Html:
             ]
         else:
             lines += [
-                "# train again by the same recipe (its seed included), and check the printed price",
+                "# train again by the same recipe (its seed included)",
                 f"dphero train --recipe {place}/recipe.toml --out again",
-                f"dphero audit {place} --quick",
+                *_audit(run, place),
                 "",
             ]
-    if len(material.runs) > 3:
-        lines += [f"# … and so on for {len(material.runs) - 3} more runs", ""]
+    if len(material.runs) > len(shown):
+        lines += [f"# … and so on for {len(material.runs) - len(shown)} more runs", ""]
     compared = [source for source in material.sources if (source / "plan.json").is_file()]
     for source in compared:
         lines += [
@@ -227,3 +231,9 @@ def reproduce(material: Material) -> Html:
     named = " ".join(shlex.quote(str(source)) for source in material.sources)
     lines += ["# this page", f"dphero report {named} -o report.html"]
     return tag("pre", "\n".join(lines))
+
+
+def _audit(run: Run, place: str) -> list[str]:
+    """Return how to check the price that a run printed, if it printed one."""
+    private = METHODS[run.recipe.method].card.protects != "nothing"
+    return ["# check the price that was printed", f"dphero audit {place} --quick"] if private else []

@@ -89,8 +89,9 @@ def _tiles(material: Material) -> Html | None:
         return None
     best = max(proven, key=lambda row: row.accuracy or 0.0)
     gain = worst_gain(material.runs_of(best))
-    shown = value(accuracy(best.accuracy, best.spread), best.accuracy)
-    of_all = f"of {len(proven)} settings with a proven bound: {_name(best)}"
+    spread = "" if best.spread is None else f"± {100 * best.spread:.2f} over {best.seeds} runs: "
+    of_all = f"{spread}{_name(best)}, of {len(proven)} settings with a proven bound"
+    shown = value(accuracy(best.accuracy), best.accuracy)
     tiles = [_tile("most accurate", shown, of_all, badge(verdict(best, material.runs_of(best))))]
     if gain.curve is not None:
         note = f"of its members, accusing 1 in 100 outsiders wrongly (true ε {epsilon(best.epsilon)})"

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
+from dphero.experiments.pictures import GREY
 from dphero.experiments.plots import mean_curve
 from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles
-from dphero.report.gain import RATES, worst_gain
+from dphero.report.gain import RATES, Gain, worst_gain
 from dphero.report.read import Material
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
@@ -20,6 +21,7 @@ __all__ = ["accuracy", "budget", "diagnostics", "gain"]
 _MOST_BANDS = 6
 _LARGE = 50.0  # an ε above this would hide all others on an even axis
 _CURVE_POINTS = 80
+_APART = 0.2  # powers of ten between two names
 
 _Curve = Sequence[tuple[float, float, float]]  # epoch, mean and spread over the seeds
 
@@ -53,6 +55,7 @@ def gain(material: Material) -> Drawing | None:
     drawn["xaxis"] |= rates | {"range": [-4, 0]}
     drawn["yaxis"] |= rates | {"range": [-4, 0.05]}
     drawn["shapes"] = [_at(rate) for rate in RATES]
+    drawn["annotations"] = _names(known)
     lines = [
         [line_label(row), shown_epsilon(row.epsilon), *(percent(each.rates[rate]) for rate in RATES)]
         for row, each in known
@@ -67,6 +70,20 @@ def gain(material: Material) -> Drawing | None:
         lines,
         note="Methods with the same noise have the same curve." if len(known) > 1 else "",
     )
+
+
+def _names(known: Sequence[tuple[Row, Gain]]) -> list[dict[str, Any]]:
+    """Return the ε of each curve, above the first rate; of those that lie close together, one."""
+    found: dict[float, str] = {}
+    for row, each in known:
+        if each.curve is not None and row.epsilon is not None and math.isfinite(row.epsilon):
+            height = math.log10(max(each.rates[RATES[0]], 1e-4))
+            if height < -0.1 and all(abs(height - other) > _APART for other in found):
+                asked = row.epsilon if row.asked_epsilon is None else row.asked_epsilon
+                found[height] = f"ε = {asked:.4g}"
+    font = {"color": GREY, "size": 11}
+    place = {"x": math.log10(RATES[0]), "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": font}
+    return [place | {"y": height, "text": text} for height, text in found.items()]
 
 
 def _at(rate: float) -> dict[str, Any]:
