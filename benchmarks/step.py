@@ -36,8 +36,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -124,6 +126,29 @@ def dphero(guidance: str, graphs: bool | str = "auto", sampling: str = "shuffle"
     return make
 
 
+def with_fresh_memory(make: Callable[..., Step]) -> Callable[..., Step]:
+    """The same without memory that layers use again at each batch: what recycled buffers are worth."""
+
+    def made(*arguments: Any) -> Step:
+        from dphero.numerics.buffers import RefCountedBuffer, ReusableBuffer
+
+        lends = {
+            RefCountedBuffer: lambda self, like, rows, columns: like.new_empty(rows, columns),
+            ReusableBuffer: lambda self, borrower, like, shape: like.new_empty(shape),
+        }
+        step = make(*arguments)
+
+        def fresh() -> None:
+            with ExitStack() as stack:
+                for kind, lend in lends.items():
+                    stack.enter_context(patch.object(kind, "lend", lend))
+                step()
+
+        return fresh
+
+    return made
+
+
 def opacus(mode: str) -> Callable[..., Step]:
     def make(model: nn.Module, x: Tensor, y: Tensor, rows: int, compiled: bool) -> Step:
         import warnings
@@ -165,6 +190,7 @@ SYSTEMS: dict[str, Callable[..., Step]] = {
     "plain+noise": plain_with_noise,
     "isotropic": dphero("isotropic"),
     "pca": dphero("pca"),
+    "isotropic-fresh": with_fresh_memory(dphero("isotropic")),
     "isotropic-eager": dphero("isotropic", graphs=False),
     "pca-eager": dphero("pca", graphs=False),
     "isotropic-graphs": dphero("isotropic", graphs=True),

@@ -182,6 +182,7 @@ def test_faults_end_with_their_block(few: None) -> None:
     assert not audit_mechanism(Settings(), model=tiny(), releases=20, seed=2).refuted
 
 
+@pytest.mark.slow  # the same of fewer releases, by the command: test_audit_command.py
 def test_the_published_recipe_breaks_its_claim_and_the_ellipsoid_keeps_its_own() -> None:
     published, ellipsoid = audit_published(releases=120)
     assert published.claim.epsilon == pytest.approx(2.525, abs=1e-3)

@@ -1,7 +1,8 @@
 """Memory that a layer uses again at each batch.
 
 The kernel hands fresh memory out page by page, and clears it: for the gradients of a large layer that takes longer than
-to sum them.
+to sum them. Without any of it a step of the MLP takes 11 % more CPU time, one of the CIFAR CNN about 3 % (quartiles
+-3 to 10 %), one of LeNet 1 % (`benchmarks/results/buffers-cpu.log`).
 """
 
 from __future__ import annotations
