@@ -98,8 +98,11 @@ def releases(mode: Any, guidance: Any, **options: Any) -> tuple[np.ndarray, np.n
 
 
 @pytest.mark.parametrize("mode, guidance", SHAPED, ids=lambda value: str(value)[:60])
-def test_the_noise_has_covariance_sigma_c_a(mode: str, guidance: Any) -> None:
-    """A⁻¹ noise · B / (σ C) is N(0, I); a scale of 2/3 or 3/2, or another geometry, is noticed."""
+def test_the_noise_has_covariance_sigma_c_a(mode: str, guidance: Any, same_noise: None) -> None:
+    """A⁻¹ noise · B / (σ C) is N(0, I); a scale of 2/3 or 3/2, or another geometry, is noticed.
+
+    Bound to the sums of the steps that come before, the noise would be another one wherever a last digit is.
+    """
     raw, whitened = releases(mode, guidance)
     assert len(whitened) > 3900
     assert stats.kstest(whitened, "norm").pvalue > 0.01
