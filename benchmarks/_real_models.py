@@ -112,8 +112,7 @@ def _images(size: int, classes: int, channels: int = 3) -> Callable[[int, bool],
 
 
 def _next_token(out: Any, ids: Tensor) -> Tensor:
-    logits = out.logits
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
+    return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 REAL_MODELS = {
