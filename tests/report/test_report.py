@@ -58,6 +58,10 @@ def test_a_table_whose_runs_are_gone_and_runs_from_a_gpu(tmp_path):
     published = [row for row in rows if row["method"] == "dp-hero-published"]
     assert page.main.count("unsound as published") >= 2 * len(published) > 0
     assert {row["claimed_epsilon"] for row in published} <= set(page.figures["claims"]["data"][0]["x"])
+    claims = page.main.partition('id="claims"')[2].partition("</section>")[0]
+    below = [row for row in rows if row["claimed_epsilon"] and row["method"] == "gdp"]
+    assert claims.count("not a proven bound") == len(below) > 0, "gdp claims less than what is proven of it"
+    assert "sound<" not in claims, "that nothing was found proves nothing"
 
 
 def test_private_things_are_kept_back(log):

@@ -16,6 +16,11 @@ __all__ = ["Claim", "claims", "claims_of"]
 _MOST_LINES = 30
 _KINDS = ("claimed", "true", "audited")
 
+_WORDS = {
+    "sound": "not refuted", "unproven": "not a proven bound", "unsound": "unsound as published", "refuted": "refuted",
+    "open": "open",
+}  # fmt: skip
+
 Claim = Mapping[str, Any]
 """A claim on trial: ``what``, ``claimed``, ``true``, ``audited`` (``None`` where not known), ``verdict``."""
 
@@ -26,25 +31,28 @@ def claims_of(material: Material) -> list[Claim]:
     for row in material.rows:
         runs = material.runs_of(row)
         if row.claimed_epsilon is not None:
-            found.append(_claim(line_label(row), row.claimed_epsilon, row.epsilon, None, verdict(row, runs).kind))
+            kind = verdict(row, runs).kind
+            if kind == "sound" and row.epsilon is not None and row.claimed_epsilon < row.epsilon:
+                kind = "unproven"  # what is proven of it is the true ε, not the claim
+            found.append(_claim(line_label(row), row.claimed_epsilon, row.epsilon, None, kind))
     for run in material.runs:
-        found += _audited(run)
+        found += _audited(run, f"{run.name}: " if len(material.runs) > 1 else "")
     return found
 
 
-def _audited(run: Run) -> list[Claim]:
+def _audited(run: Run, whose: str) -> list[Claim]:
     """What the audit of a run found."""
     audit, found = run.audit or {}, []
     ledger = audit.get("ledger")
     if isinstance(ledger, dict):
         kind = "refuted" if ledger.get("refuted") else "sound"
         printed, costs = _number(ledger.get("printed_epsilon")), _number(ledger.get("ledger_epsilon"))
-        found.append(_claim(f"{run.name}: printed, against its ledger", printed, costs, None, kind))
+        found.append(_claim(f"{whose}printed, against its ledger", printed, costs, None, kind))
     for each in [*_list(audit.get("audits")), *_list(audit.get("one_run"))]:
         claimed = _number(each.get("claimed_epsilon"))
         audited, true = _number(each.get("audited_epsilon")), _number(each.get("true_epsilon"))
         sigma = _number(each.get("noise_multiplier"))
-        name = f"{run.name}: {each.get('mechanism', 'audit')}" + ("" if sigma is None else f", σ = {sigma:.3g}")
+        name = f"{whose}{each.get('mechanism', 'audit')}" + ("" if sigma is None else f", σ = {sigma:.3g}")
         found.append(_claim(name, claimed, true, audited, "refuted" if each.get("refuted") else "sound"))
     return found
 
@@ -94,7 +102,7 @@ def claims(material: Material) -> Drawing | None:
     drawn["annotations"] = [_beyond(label, each) for label, each in zip(labels, found, strict=True) if _boundless(each)]
     drawn["margin"] |= {"r": 100 if drawn["annotations"] else 16}
     drawn["yaxis"] |= {"autorange": "reversed", "type": "category", "title": {"text": ""}}
-    lines = [[each["what"], *(shown_epsilon(each[name]) for name in _KINDS), each["verdict"]] for each in found]
+    lines = [[each["what"], *(shown_epsilon(each[name]) for name in _KINDS), _WORDS[each["verdict"]]] for each in found]
     return Drawing(
         "claims",
         "Claimed, true and audited ε",
