@@ -1,6 +1,6 @@
 """Heat maps of CIFAR-10 under SGD, DP-SGD, DP-Hero and the published recipe: do they look at the same things?
 
-python benchmarks/heatmaps.py --runs DIRECTORY [--seeds 3] [--out benchmarks/results/heatmaps]
+python benchmarks/heatmaps.py [--runs runs/heatmaps] [--seeds 3] [--out benchmarks/results/heatmaps]
 
 Trains what is not there yet (LeNet-5, 5 epochs, ε = 8: about a minute of one core each; stopped, it goes on where it
 was), then explains all runs by `dphero.explain`. All four trainings share lot, learning rate, momentum and epochs; the
@@ -178,7 +178,7 @@ def _mean(values: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--runs", type=Path, default=Path("runs", "heatmaps"), help="where the runs are kept")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1, help="runs that are trained at a time, one core each")
     parser.add_argument("--per-class", type=int, default=10, help="images of each class that are scored")

@@ -1,24 +1,23 @@
 """Set the committed pictures beside those of an older commit: what was mended can be seen.
 
-    .venv/bin/python benchmarks/pictures.py --before ../dphero-before
+    .venv/bin/python benchmarks/pictures.py
 
-The older code is a checkout (``git worktree add --detach ../dphero-before 8fd3a28``). Pictures of an audit are drawn
+Pictures of an audit are drawn
 anew by both, from an audit of a minute each; all others are those that are committed.
 Writes ``results/pictures/NAME.png`` and ``results/pictures.md``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from _before import COMMIT, ROOT, older_code
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks", "results")
 WIDTH, GAP = 760, 16
 
@@ -61,13 +60,9 @@ def beside(before: Path, after: Path, to: Path) -> None:
 
 def main() -> None:
     """Write all pairs, and a page that shows them."""
-    parser = argparse.ArgumentParser(description="Set pictures beside those of an older commit.")
-    parser.add_argument("--before", type=Path, required=True, help="A checkout of the older code.")
-    before = parser.parse_args().before.resolve()
-    revision = subprocess.check_output(["git", "-C", str(before), "rev-parse", "--short", "HEAD"], text=True).strip()
     lines = ["# Pictures, before and after", ""]
-    lines += [f"Written by `benchmarks/pictures.py`. Left: commit {revision}; right: today.", ""]
-    with tempfile.TemporaryDirectory() as folder:
+    lines += [f"Written by `benchmarks/pictures.py`. Left: commit {COMMIT}; right: today.", ""]
+    with older_code() as before, tempfile.TemporaryDirectory() as folder:
         audits = {source: audit(source, Path(folder, str(number))) for number, source in enumerate((before, ROOT))}
         for name, what in PICTURES.items():
             kind, _, file = name.partition("/")
