@@ -56,6 +56,11 @@ class Recipe:
         secure: Draw noise and lots from a cryptographic generator.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
         cuda_graphs: Record the network's passes on the GPU once and replay them; ``None``: where it pays.
+        views: How many views of each image there are in a step, whose gradients are averaged before clipping; ``None``
+            for the image as it is.
+        augment: How views differ: ``crop``, ``flip`` or ``crop-flip``; ``None`` is ``crop`` for one channel and
+            ``crop-flip`` for more.
+        averaging: Release a mean of the weights over the steps, ``late`` or ``ema``; ``None`` for the last ones.
         options: Settings of the method alone, by name.
     """
 
@@ -84,6 +89,9 @@ class Recipe:
     device: str = "auto"
     cuda_graphs: bool | None = None
     channels: int | None = None
+    views: int | None = None
+    augment: str | None = None
+    averaging: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +114,7 @@ class Recipe:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed}")
         whole("lot", self.lot)
         one_of("optimizer", self.optimizer, get_args(Optimizer))
-        for name in ("physical_batch", "evaluate_every"):
+        for name in ("physical_batch", "evaluate_every", "views"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
         if self.mechanism == "published":
@@ -116,6 +124,12 @@ class Recipe:
             )
         if self.channels is not None:
             one_of("channels", self.channels, (1, 3))
+        if self.augment is not None:
+            one_of("augment", self.augment, ("crop", "crop-flip", "flip"))
+            if self.views is None:
+                raise ValueError(f"augment {self.augment!r} says how views differ: give --views K with it")
+        if self.averaging is not None:
+            one_of("averaging", self.averaging, ("late", "ema"))
         for epoch in self.keep_epochs or ():
             if not 0 <= epoch <= self.epochs:
                 raise ValueError(
@@ -227,8 +241,20 @@ def merge(*layers: Mapping[str, Any]) -> Recipe:
 
 
 _NUMBERS = ("epsilon", "noise_multiplier", "delta", "epochs", "lr", "momentum", "clip")
-_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed", "channels")
-_TEXTS = ("data", "model", "method", "optimizer", "clipping", "guidance", "mechanism", "accountant", "device")
+_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed", "channels", "views")
+_TEXTS = (
+    "data",
+    "model",
+    "method",
+    "optimizer",
+    "clipping",
+    "guidance",
+    "mechanism",
+    "accountant",
+    "device",
+    "augment",
+    "averaging",
+)
 
 
 def _typed(name: str, value: Any) -> Any:

@@ -47,6 +47,24 @@ class Task:
         return "auto" if wanted is None else wanted
 
     @property
+    def augmentation(self) -> str:
+        """How views of an image differ: it may be mirrored unless it has one channel, as images of writing have."""
+        return self.recipe.augment or ("crop" if self.images.shape[1] == 1 else "crop-flip")
+
+    def require_last_weights_of_one_view(self, method: str) -> None:
+        """Refuse what a method has no place for, instead of leaving it out in silence.
+
+        Raises:
+            ValueError: If the recipe asks for several views of an image, or for a mean of the weights.
+        """
+        for name in ("views", "averaging"):
+            if (value := getattr(self.recipe, name)) is not None:
+                raise ValueError(
+                    f"method {method!r} knows nothing of {name} {value!r}: leave it out, or take a method on the "
+                    "engine, such as dp-sgd, dp-hero or feature-dp"
+                )
+
+    @property
     def records(self) -> int:
         """The public number of records.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dphero.cli._console import console, table
 from dphero.cli._options import (
     AccountantOption,
     ChannelsOption,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "data", "channels", "model", "method", "epsilon", "noise_multiplier", "delta", "lot", "epochs", "lr", "momentum",
     "optimizer", "clip", "clipping", "guidance", "mechanism", "accountant", "dataset_size", "physical_batch",
-    "keep_epochs", "seed", "secure", "device", "cuda_graphs", "options",
+    "keep_epochs", "seed", "secure", "device", "cuda_graphs", "views", "augment", "averaging", "options",
 )  # fmt: skip
 _KEYS = ("accuracy", "epsilon", "is_bound", "delta", "steps", "method", "run")
 
@@ -83,14 +84,25 @@ def train(
         bool | None,
         typer.Option(help="Record each pass on the GPU once and replay it: always, or never; unasked, where it pays."),
     ] = None,
+    views: Annotated[
+        int | None, typer.Option(help="Views of each image in a step; their gradients are averaged before clipping.")
+    ] = None,
+    augment: Annotated[str | None, typer.Option(help="How views differ: crop, flip or crop-flip.")] = None,
+    averaging: Annotated[str | None, typer.Option(help="Release a mean of the weights: late or ema.")] = None,
     options: SetOption = None,
-    recipe: Annotated[Path | None, typer.Option(help="A TOML file with the same names.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with the same names, or a recipe by name (--list-recipes).")
+    ] = None,
+    list_recipes: Annotated[bool, typer.Option("--list-recipes", help="List the named recipes, and stop.")] = False,
     out: OutOption = None,
     resume: ResumeOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model with differential privacy, and keep its recipe, metrics, ledger, weights and statement."""
+    if list_recipes:
+        _list_recipes()
+        return
     settings = {name: context.params[name] for name in _SETTINGS}
     given = training.given_recipe({**settings, "keep_epochs": numbers_of("keep-epochs", keep_epochs)})
     if resume is not None and (given or recipe or out):
@@ -115,7 +127,7 @@ def _run(
         if resume is not None:
             directory = experiments.RunDirectory.open(resume, trust=trust)
         else:
-            in_file = recipes.load(recipe) if recipe else {}
+            in_file = _settings_of(recipe) if recipe else {}
             recipes.require_trust(in_file, recipe or "", trust, instead=given)
             chosen = experiments.resolve(in_file, given)
             place = out or training.new_folder(chosen)
@@ -128,6 +140,25 @@ def _run(
 
         with training.leaving_nothing_halfway(directory, "train", display, new=new):
             return directory, experiments.train(directory, report=report)
+
+
+def _settings_of(recipe: Path) -> dict[str, Any]:
+    """Read a recipe: a file, or else one that has a name."""
+    from dphero.experiments import frontier
+    from dphero.methods import recipe as recipes
+
+    by_name = not recipe.exists() and len(recipe.parts) == 1 and not recipe.suffix
+    return frontier.named(str(recipe)) if by_name else recipes.load(recipe)
+
+
+def _list_recipes() -> None:
+    from dphero.experiments import frontier
+
+    shown = table("recipe", "what it does")
+    for name in frontier.NAMES:
+        shown.add_row(name, frontier.described(name))
+    console().print(shown)
+    console().print("To use one: dphero train --recipe NAME --seed SECRET. What they reach: dphero frontier.")
 
 
 def _figures(progress: experiments.Progress) -> list[str]:

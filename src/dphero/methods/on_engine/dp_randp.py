@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -22,6 +21,7 @@ from dphero.methods.card import SEEDED, Card
 from dphero.methods.method import Method, register
 from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
+from dphero.methods.trainers.averaging import WeightAverage
 from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.methods.trainers.head import head_of, headless, with_head
@@ -32,35 +32,6 @@ __all__ = ["DPRandP"]
 
 _CHUNK = 1000
 _BEFORE, _PROBE, _TUNE = "before", "probe", "fine-tuning"
-_LATE = 8.0
-
-
-class _Average:
-    """A copy of a network whose weights are a mean of the trained one's over steps, later ones counting more.
-
-    mean ← mean + (1 + γ) / (t + γ) · (weights − mean), with γ = 8: about the last ninth of the steps (Shamir and Zhang
-    2013). It is made from what was released, so it costs nothing; it is less noisy than the last weights.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network, self.mean, self.steps = network, copy.deepcopy(network), 0
-
-    def restart(self) -> None:
-        """Begin anew from the network as it is."""
-        self.steps = 0
-        self.mean.load_state_dict(self.network.state_dict())
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Take the weights after another step in."""
-        self.steps += 1
-        share = (1 + _LATE) / (self.steps + _LATE)
-        for mean, value in zip(self.mean.parameters(), self.network.parameters(), strict=True):
-            mean.lerp_(value, share)
-
-    def give(self) -> None:
-        """Put the mean in the place of the weights."""
-        self.network.load_state_dict(self.mean.state_dict())
 
 
 def _shapes(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
@@ -87,7 +58,7 @@ class _RandPTrainer(Trainer):
         self.method = method
         self.engine = PrivacyEngine(accountant=recipe.accountant)
         self.head = head_of(task.module, task.images.new_zeros(2, *task.images.shape[1:]))
-        self.average = _Average(task.module)
+        self.average = WeightAverage(task.module, recipe.averaging or "late")
         self.model = self.average.mean
         self.phase, self.ready = _BEFORE, False
         self.trainer: PrivateTrainer | None = None
@@ -143,9 +114,10 @@ class _RandPTrainer(Trainer):
 
     def _attach(self, phase: str) -> None:
         """Make the module of a phase private; the engine's ledger and limit cover both phases."""
-        self.phase, recipe, task = phase, self.task.recipe, self.task
-        if phase == _PROBE and self.method.probe_lr is not None:
-            task = replace(task, recipe=recipe.with_(lr=self.method.probe_lr))
+        self.phase, recipe = phase, self.task.recipe.with_(averaging=None)  # here one mean goes through both phases
+        if phase == _PROBE:
+            recipe = recipe.with_(lr=self.method.probe_lr or recipe.lr, views=None, augment=None)
+        task = replace(self.task, recipe=recipe)
         self.trainer = PrivateTrainer(
             self.card,
             task,
@@ -192,7 +164,7 @@ class _RandPTrainer(Trainer):
         own = {
             "phase": self.phase,
             "network": self.task.module.state_dict(),
-            "average": {"steps": self.average.steps, "mean": self.average.mean.state_dict()},
+            "average": self.average.state(),
             "seeds": {phase: str(seed) for phase, seed in self.seeds.items()},
             "extra": dict(extra),
         }
@@ -209,8 +181,7 @@ class _RandPTrainer(Trainer):
         if bool(saved.extra["seeds"]) == self.task.recipe.secure:
             raise ValueError("the checkpoint was made with another choice of --secure; resume with the same one")
         self.task.module.load_state_dict(saved.extra["network"])
-        self.average.mean.load_state_dict(saved.extra["average"]["mean"])
-        self.average.steps = int(saved.extra["average"]["steps"])
+        self.average.restore(saved.extra["average"])
         self.seeds = {phase: int(seed) for phase, seed in saved.extra["seeds"].items()}
         if saved.extra["phase"] == _BEFORE:
             saved.restore_random()

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero._checks import one_of, positive
@@ -45,6 +46,22 @@ class ChannelNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape = (1, -1, *(1 for _ in x.shape[2:]))
         return (x - self.mean.view(shape)) * self.variance.rsqrt().view(shape)
+
+
+class CentredRows(nn.Module):
+    """Each example's features at norm 1, less a mean that was released once, at norm 1 again.
+
+    Clipped gradients of features that all point the same way say little but their mean.
+    """
+
+    mean: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(F.normalize(x.flatten(1)) - self.mean)
 
 
 class Moments:
@@ -105,6 +122,18 @@ def release_moments(
     return mean, (square - mean.square()).clamp(min=noise_level)
 
 
+@torch.no_grad()
+def release_mean_direction(
+    features: Tensor, seen_through: nn.Module, records: int, moments: Moments, noise_multiplier: float
+) -> Tensor:
+    """Release the mean of the examples' features, as a public transform shows them, at norm 1: (Σ x/‖x‖ + σ z) / N."""
+    total = features.new_zeros(features[0].numel(), dtype=torch.float64)
+    for part in features.split(_CHUNK):
+        rows = F.normalize(seen_through(part).flatten(1))
+        total += rows.where(rows.isfinite().all(1, keepdim=True), 0.0).sum(0, dtype=torch.float64)
+    return moments.release(total, 1.0, noise_multiplier) / records
+
+
 class _FeatureTrainer(PrivateTrainer):
     """Releases the normalisation before its first step; a resumed training has it in its checkpoint."""
 
@@ -115,24 +144,26 @@ class _FeatureTrainer(PrivateTrainer):
 
     def advance(self) -> Step:
         """Draw a lot, release its gradient, and let the optimizer use it."""
-        if self.method.normalisation == "private" and not self.ledger.steps:
+        if not self.ledger.steps and self.method.normalisation_events():
             self._normalise()
         return super().advance()
 
     def _normalise(self) -> None:
         recipe, method = self.task.recipe, self.method
-        assert isinstance(self.module, nn.Sequential) and isinstance(self.module[0], ChannelNorm)
-        noise = SecureNoise() if recipe.secure else FastNoise(self.key)
-        mean, variance = release_moments(
-            self.train.tensors[0],
-            self.task.records,
-            Moments(noise, self.ledger),
-            method.normalisation_noise,
-            (method.mean_bound, method.square_bound),
-        )
+        moments = Moments(SecureNoise() if recipe.secure else FastNoise(self.key), self.ledger)
+        features, records, sigma = self.train.tensors[0], self.task.records, method.normalisation_noise
+        before: list[nn.Module] = []
+        for layer in self.module.children():
+            if isinstance(layer, ChannelNorm):
+                bounds = (method.mean_bound, method.square_bound)
+                mean, variance = release_moments(features, records, moments, sigma, bounds)
+                layer.mean.copy_(mean)
+                layer.variance.copy_(variance)
+                before.append(layer)
+            elif isinstance(layer, CentredRows):
+                seen = nn.Sequential(*before)
+                layer.mean.copy_(release_mean_direction(features, seen, records, moments, sigma))
         assert self.ledger == method.normalisation_events(), "what was released is what the noise was calibrated for"
-        self.module[0].mean.copy_(mean)
-        self.module[0].variance.copy_(variance)
 
     def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
         """Write the engine's checkpoint, and the key of the normalisation's noise."""
@@ -152,10 +183,14 @@ class FeatureDP(Method):
 
     The features need normalising. ``group`` takes each image by itself and costs nothing. ``private`` releases mean and
     variance of each channel once, before training, and is charged: the noise of training is calibrated for both.
+    With ``centred``, for a linear classifier, each image's features are then brought to norm 1, their mean is released
+    once and taken away, and what is left is brought to norm 1: that is charged too.
 
     Attributes:
-        normalisation: ``group`` or ``private``.
-        normalisation_noise: σ of the two releases that ``private`` makes; 8 in the paper.
+        normalisation: ``group``, which leaves features as the model has them, or ``private``.
+        centred: Take the mean away.
+        normalisation_noise: σ of the two releases that ``private`` makes, and of the one of ``centred``; 8 in the
+            paper.
         mean_bound: A public bound on the norm of an image's channel means. Unless given, it is found from a noisy
             histogram, charged too (the paper takes the exact median, which is not private).
         square_bound: The same for the means of squares.
@@ -191,6 +226,7 @@ class FeatureDP(Method):
     }
 
     normalisation: Literal["group", "private"] = "group"
+    centred: bool = False
     normalisation_noise: float = 8.0
     mean_bound: float | None = None
     square_bound: float | None = None
@@ -210,22 +246,31 @@ class FeatureDP(Method):
                 if bound is None:
                     ledger.record(Gaussian(_HISTOGRAM_NOISE * self.normalisation_noise))
                 ledger.record(Gaussian(self.normalisation_noise))
+        if self.centred:
+            ledger.record(Gaussian(self.normalisation_noise))
         return ledger
 
     def network(self, model: nn.Module) -> nn.Module:
-        """Return the model, its group norm replaced by a normalisation of channels if that is private."""
+        """Return the model; where a normalisation is private, in the place of its group norm or after that."""
         if not isinstance(model, FeatureModel):
             raise ValueError(
                 "method 'feature-dp' trains on fixed features: give --model scatter-linear or scatter-cnn, or a "
                 "dphero.models.FeatureModel of your own"
             )
-        if self.normalisation == "group":
-            return model
-        *first, last = model.features.children() if isinstance(model.features, nn.Sequential) else [model.features]
-        if not first or not isinstance(last, nn.GroupNorm):
-            raise ValueError("normalisation='private' replaces a group norm at the end of the features: there is none")
-        features = type(model.features)(*first)
-        return FeatureModel(features, nn.Sequential(ChannelNorm(last.num_channels), model.head))
+        features, layers = model.features, [model.head]
+        if self.centred:
+            head = list(model.head.children())
+            if len(head) != 2 or not isinstance(head[0], nn.Flatten) or not isinstance(head[1], nn.Linear):
+                raise ValueError("centred=true is for a linear classifier: give --model scatter-linear")
+            layers = [CentredRows(head[1].in_features), head[1]]
+        if self.normalisation == "private":
+            *first, last = features.children() if isinstance(features, nn.Sequential) else [features]
+            if not first or not isinstance(last, nn.GroupNorm):
+                raise ValueError(
+                    "normalisation='private' replaces a group norm at the end of the features: there is none"
+                )
+            features, layers = type(features)(*first), [ChannelNorm(last.num_channels), *layers]
+        return model if len(layers) == 1 else FeatureModel(features, nn.Sequential(*layers))
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""

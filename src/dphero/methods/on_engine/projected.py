@@ -51,6 +51,7 @@ def _same_place(first: str, second: str) -> bool:
 
 class _ProjectedTrainer(PrivateTrainer):
     def __init__(self, card: Card, task: Task, method: Projected) -> None:
+        task.require_last_weights_of_one_view(card.name)
         super().__init__(card, task, options={"guidance": "isotropic"})
         self.method = method
         self.inputs, self.labels = method.public_examples(task)

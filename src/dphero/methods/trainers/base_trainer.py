@@ -41,6 +41,7 @@ class OwnTrainer(Trainer):
 
     def __init__(self, card: Card, task: Task, module: nn.Module | None = None) -> None:
         super().__init__(card, task)
+        task.require_last_weights_of_one_view(card.name)
         self.module = task.module if module is None else module
         self.optimizer = task.optimizer(self.module)
         self._ledger, self._step = Ledger(), 0

@@ -19,6 +19,8 @@ from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.card import Card
 from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer, gradients_of
+from dphero.methods.trainers.augmentation import OnViews, random_views
+from dphero.methods.trainers.averaging import WeightAverage
 from dphero.models import FeatureModel
 
 __all__ = ["PrivateTrainer"]
@@ -63,6 +65,13 @@ class PrivateTrainer(Trainer):
         super().__init__(card, task)
         recipe = task.recipe
         self.module = task.module if module is None else module
+        self.average = None if recipe.averaging is None else WeightAverage(task.model, recipe.averaging)
+        if self.average is not None:
+            self.model = self.average.mean
+        self.views = task.recipe.views
+        if self.views is not None:
+            _require_images(task)
+            self.module = OnViews(self.module)
         self.train = task.train if train is None else train
         self.engine = PrivacyEngine(accountant=recipe.accountant) if engine is None else engine
         self.optimizer = task.optimizer(self.module) if optimizer is None else optimizer
@@ -112,6 +121,8 @@ class PrivateTrainer(Trainer):
     def _prior(self) -> Prior:
         """Return the guidance that looks at synthetic images, as the trained part of the network sees them."""
         task, shape = self.task, tuple(self.task.images.shape[1:])
+        if self.views is not None:
+            raise ValueError("guidance 'prior' knows nothing of several views of an image: leave out one of the two")
         if self.module is not task.module or self.train is not task.train:
             raise ValueError(
                 f"guidance 'prior' shapes the noise of the recipe's own network, and method {self.card.name!r} trains "
@@ -145,11 +156,15 @@ class PrivateTrainer(Trainer):
         self.optimizer.zero_grad()
         while self.engine.steps == before:  # a lot may come in several physical batches
             inputs, labels = self._next()
+            if self.views is not None:
+                inputs = random_views(inputs, self.views, self.task.augmentation)
             batch_loss = self.loss(inputs, labels)
             batch_loss.backward()
             loss, rows = loss + batch_loss.detach() * len(labels), rows + len(labels)
         self.treat()
         self.optimizer.step()
+        if self.average is not None:
+            self.average.take()
         now, was = self.engine.diagnostics, self._seen
         self._seen = now
         examples = now.examples - was.examples
@@ -164,11 +179,14 @@ class PrivateTrainer(Trainer):
 
     def released_gradient(self) -> dict[str, torch.Tensor]:
         """Return the private gradient that the engine handed to the optimizer."""
-        return gradients_of(self.model, self.module) if self.step else {}
+        return gradients_of(self.task.model, self.module) if self.step else {}
 
     def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of a batch."""
-        return F.cross_entropy(self.module(inputs), labels)
+        outputs = self.module(inputs)
+        if self.views is not None:
+            outputs, labels = outputs.flatten(0, 1), labels.repeat_interleave(self.views)
+        return F.cross_entropy(outputs, labels)
 
     def _next(self) -> Any:
         for _ in range(2):
@@ -199,11 +217,14 @@ class PrivateTrainer(Trainer):
 
     def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
         """Write the engine's checkpoint."""
-        self.engine.save(path, extra=extra)
+        own = {} if self.average is None else {"average": self.average.state()}
+        self.engine.save(path, extra={**extra, **own})
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Load the engine's checkpoint."""
         extra = self.engine.load(path)
+        if self.average is not None:
+            self.average.restore(extra.pop("average"))
         self._batches, self._seen = None, self.engine.diagnostics
         return extra
 
@@ -212,3 +233,14 @@ class PrivateTrainer(Trainer):
         if self._attached:
             self.engine.detach()
         self._attached = False
+
+
+def _require_images(task: Task) -> None:
+    """Refuse several views of what is no image, or of features that were computed before."""
+    if isinstance(task.model, FeatureModel):
+        raise ValueError(
+            f"views are made anew at every step, and model {task.recipe.model!r} has features that are computed once: "
+            "leave --views out"
+        )
+    if task.images.dim() != 4:
+        raise ValueError("views are moved and mirrored images, and this data is none: leave --views out")
