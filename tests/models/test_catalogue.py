@@ -22,7 +22,7 @@ MNIST, CIFAR, DIGITS = (1, 28, 28), (3, 32, 32), (1, 8, 8)
 
 def matrices(model: nn.Module) -> list[tuple[int, int]]:
     """Rows and columns of each trained weight that is a matrix."""
-    shapes = [tuple(p.flatten(1).shape) for p in model.parameters() if p.dim() > 1]
+    shapes = [tuple(p.flatten(1).shape) for p in model.parameters() if p.dim() > 1 and p.requires_grad]
     return [(rows, columns) for rows, columns in shapes]
 
 
@@ -37,6 +37,9 @@ SIZES = {
     ("tanh-cnn", CIFAR): [(32, 27), (32, 288), (64, 288), (64, 576), (128, 576), (128, 1152), (128, 2048), (10, 128)],
     ("scatter-linear", MNIST): [(10, 81 * 49)],
     ("scatter-linear", CIFAR): [(10, 243 * 64)],
+    ("scatter-mirrored", CIFAR): [(10, 243 * 64)],
+    ("scatter-whitened", DIGITS): [(10, 81 * 4)],
+    ("learned-linear", (3, 8, 8)): [(10, 16 * (128 + 256) + 243 * 4)],
     ("scatter-cnn", MNIST): [(16, 729), (32, 144), (32, 512), (10, 32)],
     ("scatter-cnn", CIFAR): [(64, 2187), (64, 576), (10, 1024)],
 }
@@ -73,14 +76,15 @@ def test_every_model_is_listed() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_trains_privately(name: str, guidance: str) -> None:
     small = (1, 16, 16)
-    shape = {"lenet": MNIST, "tanh-cnn": small, "tutorial-cnn": small, "digits": DIGITS}.get(name, (2, 8, 8))
+    shapes = {"lenet": MNIST, "tanh-cnn": small, "tutorial-cnn": small, "digits": DIGITS, "learned-linear": (3, 8, 8)}
+    shape = shapes.get(name, (2, 8, 8))
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, *shape), torch.randint(3, (24,)))
     run = training(build(name, shape, 3), dataset=data, data_loader=data, expected_batch_size=4, guidance=guidance)
     before = run.weights()
     run.steps(2)
     after = run.weights()
-    trained = [key for key, _ in run.module.named_parameters()]
+    trained = [key for key, parameter in run.module.named_parameters() if parameter.requires_grad]
     assert all(not torch.equal(before[key], after[key]) for key in trained)
     assert all(value.isfinite().all() for value in after.values())
     assert run.engine.steps == 2 and 0 < run.engine.get_epsilon(1e-3, coarse=True) < 100
@@ -99,7 +103,7 @@ def test_deep_tanh_networks_give_the_gradients_of_micro_batches(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_seed_alone_decides_the_weights(name: str) -> None:
-    shape = MNIST if name == "lenet" else (1, 16, 16)
+    shape = {"lenet": MNIST, "learned-linear": (3, 8, 8)}.get(name, (1, 16, 16))
 
     def weights(seed: int) -> Tensor:
         return torch.cat([p.flatten() for p in build(name, shape, 3, seed=seed).parameters()])

@@ -77,6 +77,24 @@ MODELS = (
         _for_images(features.scatter_cnn),
     ),
     Entry(
+        "scatter-mirrored",
+        "fixed scattering features of an image and its mirror image, linear classifier",
+        "images, sides multiples of 4",
+        _for_images(features.scatter_mirrored),
+    ),
+    Entry(
+        "scatter-whitened",
+        "fixed scattering features, whitened by synthetic images; linear classifier",
+        "images, sides multiples of 4",
+        _for_images(features.scatter_whitened),
+    ),
+    Entry(
+        "learned-linear",
+        "fixed features learned from synthetic images, and scattering; linear classifier",
+        "images of 3 channels, sides multiples of 4",
+        _for_images(features.learned_linear),
+    ),
+    Entry(
         "wrn-16-4",
         "wide ResNet, standardised weights; ReLU, group norm, convolution",
         "images",

@@ -8,8 +8,17 @@ from torch import Tensor, nn
 
 from dphero.models.plain import flattened
 from dphero.models.scattering import MAPS, Scattering
+from dphero.models.synthetic import Joined, Mirrored, Stages, Whitened
 
-__all__ = ["FeatureModel", "Piecemeal", "scatter_cnn", "scatter_linear"]
+__all__ = [
+    "FeatureModel",
+    "Piecemeal",
+    "learned_linear",
+    "scatter_cnn",
+    "scatter_linear",
+    "scatter_mirrored",
+    "scatter_whitened",
+]
 
 _GROUPS = 27
 _ROWS = 256
@@ -70,8 +79,7 @@ class Piecemeal(nn.Sequential):
 
 def scatter_linear(channels: int, height: int, width: int, classes: int) -> FeatureModel:
     """Return a linear classifier of normalised scattering features (Tramèr & Boneh, 2021)."""
-    features = _normalised_scattering(channels, height, width)
-    return FeatureModel(features, nn.Sequential(nn.Flatten(), nn.Linear(_size(channels, height, width), classes)))
+    return _linear(_normalised_scattering(channels, height, width), _size(channels, height, width), classes)
 
 
 def scatter_cnn(channels: int, height: int, width: int, classes: int) -> FeatureModel:
@@ -101,6 +109,36 @@ def scatter_cnn(channels: int, height: int, width: int, classes: int) -> Feature
         [nn.Linear(size, 32), nn.Tanh(), nn.Linear(32, classes)] if channels == 1 else [nn.Linear(size, classes)]
     )
     return FeatureModel(features, nn.Sequential(*convolutions, nn.Flatten(), *classifier))
+
+
+def scatter_mirrored(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a linear classifier of the scattering of an image and of its mirror image, added up and normalised."""
+    norm = nn.GroupNorm(_GROUPS, channels * MAPS, affine=False)
+    return _linear(Piecemeal(Mirrored(Scattering(height, width)), norm), _size(channels, height, width), classes)
+
+
+def scatter_whitened(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a linear classifier of scattering features, whitened as they are over synthetic images.
+
+    Of images with colours the mirror image's are added: writing has one channel, and is not mirrored.
+    """
+    scattering = Scattering(height, width)
+    transform = scattering if channels == 1 else Mirrored(scattering)
+    whitened = Whitened(transform, (channels, height, width))
+    return _linear(Piecemeal(whitened), _size(channels, height, width), classes)
+
+
+def learned_linear(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a linear classifier of what a network that learned from synthetic images sees, and of scattering."""
+    if channels != 3:
+        raise ValueError("its network has learned from images of three channels")
+    shape = (channels, height, width)
+    parts = [Whitened(Mirrored(each), shape) for each in (Stages(), Scattering(height, width))]
+    return _linear(Piecemeal(Joined(parts)), sum(part.mean.numel() for part in parts), classes)
+
+
+def _linear(features: nn.Module, size: int, classes: int) -> FeatureModel:
+    return FeatureModel(features, nn.Sequential(nn.Flatten(), nn.Linear(size, classes)))
 
 
 def _size(channels: int, height: int, width: int) -> int:
