@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from dphero import models
 from dphero.accounting import BudgetExhausted, Gaussian, Ledger, PoissonGaussian
 from dphero.methods import make
-from dphero.methods.on_engine.feature_dp import ChannelNorm, Moments, release_moments
+from dphero.methods.on_engine.feature_dp import ChannelNorm, Moments, release_mean_direction, release_moments
 from dphero.noise import FastNoise
 from tests.methods.image_task import finish, make_task, resumes_exactly, start, take
 
@@ -181,3 +181,43 @@ def test_what_makes_no_sense_is_refused() -> None:
 def test_bad_options(options: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         make("feature-dp", options)
+
+
+CENTRED = {"centred": True, "normalisation_noise": 16.0}
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e4, math.nan])
+def test_one_example_moves_the_mean_of_directions_by_one_at_most(outlier: float) -> None:
+    data = features()
+    data[0] *= outlier
+    sums = []
+    for part in (data, data[1:]):
+        watched = Watched(FastNoise(1), Ledger())
+        release_mean_direction(part, torch.nn.Identity(), 400, watched, 2.0)
+        sums += watched.seen
+    (with_it, bound), (without, _) = sums
+    assert bound == 1.0 and (with_it - without).norm() <= 1 + 1e-6
+
+
+def test_centring_is_charged_and_calibrated_for() -> None:
+    trainer = take(start("feature-dp", epsilon=2.0, options=CENTRED, epochs=1, lot=1437), 1)
+    assert trainer.ledger.counts[Gaussian(16.0)] == 1
+    data = torch.nn.functional.normalize(trainer.train.tensors[0].flatten(1))
+    rows, error = trainer.module[0](trainer.train.tensors[0]), trainer.module[0].mean - data.mean(0)
+    assert torch.allclose(rows.norm(dim=1), torch.ones(len(rows)), atol=1e-5)
+    assert error.norm() * 1437 / 16 == pytest.approx(data.shape[1] ** 0.5, rel=0.25)  # the noise that is charged
+    while not trainer.finished:
+        trainer.advance()
+    assert 1.9 < trainer.price(1e-4).epsilon <= 2.0
+
+
+def test_centring_comes_after_a_private_normalisation_and_resumes(tmp_path: Path) -> None:
+    both = {**CENTRED, **PRIVATE}
+    trainer = start("feature-dp", epsilon=3.0, options=both)
+    assert [type(layer).__name__ for layer in trainer.module] == ["ChannelNorm", "CentredRows", "Linear"]
+    resumes_exactly(lambda: start("feature-dp", epsilon=3.0, options=both, averaging="late"), tmp_path, 2, 2)
+
+
+def test_centring_is_for_a_linear_classifier() -> None:
+    with pytest.raises(ValueError, match="linear classifier"):
+        start("feature-dp", epsilon=3.0, model="scatter-cnn", options=CENTRED)
