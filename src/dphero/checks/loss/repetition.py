@@ -17,8 +17,8 @@ SLACK = 1e-5
 """Relative change of a row that rounding may bring about."""
 
 
-_ROWS = 16
-"""So many rows are compared at a time: copies of all, in double precision, would take memory."""
+_ROWS, _GPU_ENTRIES = 16, 1 << 22
+"""So many rows are compared at a time, on a GPU as many entries: copies of all, in double precision, take memory."""
 
 
 class _Failed:
@@ -145,7 +145,9 @@ def _order(before: list[Any], after: list[Any], index: Tensor) -> Tensor:
 def _changes(pairs: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Tensor]:
     """Return by how much each row differs, and the largest entry of the first pass; where they lie, some at a time."""
     moved, largest, device = [], [], pairs[0][0].device
-    for some in torch.arange(rows).split(_ROWS):
+    columns = sum(first.shape[1] for first, _ in pairs)
+    together = _ROWS if device.type == "cpu" else max(_ROWS, _GPU_ENTRIES // max(columns, 1))
+    for some in torch.arange(rows).split(together):
         part = slice(int(some[0]), int(some[-1]) + 1)
         first, second = (
             torch.cat([pair[side][part].to(device, torch.float64) for pair in pairs], 1).nan_to_num() for side in (0, 1)
