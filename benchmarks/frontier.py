@@ -94,6 +94,9 @@ def noted(key: tuple[str, int], out: Path, status: int) -> None:
 
 def table(out: Path) -> None:
     """Print mean and spread of what is finished."""
+    if not (out / "frontier.jsonl").exists():
+        print("nothing is finished")
+        return
     lines = [json.loads(line) for line in (out / "frontier.jsonl").read_text().splitlines()]
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for line in lines:
