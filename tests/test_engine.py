@@ -82,6 +82,23 @@ def test_physical_batches_change_nothing(physical: int, clipping: str) -> None:
     assert whole.engine.ledger == split.engine.ledger
 
 
+def test_what_a_batch_left_is_gone_before_the_next_one() -> None:
+    """Else two of them would take memory."""
+    run = training(physical_batch_size=4)
+    seen: list[weakref.ref[Any]] = []
+    add = run.engine._attached.lot_sum.add
+
+    def watched(gradients: Any, *arguments: Any) -> None:
+        seen.append(weakref.ref(gradients))
+        add(gradients, *arguments)
+
+    run.engine._attached.lot_sum.add = watched  # type: ignore[method-assign]
+    for x, y in run.loader:
+        assert all(gradients() is None for gradients in seen)
+        F.cross_entropy(run.module(x), y).backward()
+    assert len(seen) > run.engine.steps
+
+
 class Words(Dataset):
     """Dictionaries of examples, as a collate function of one's own makes batches of them."""
 

@@ -97,9 +97,11 @@ class Run:
     def before_batch(self) -> None:
         """Called by the loader before it hands out a physical batch; forward passes on earlier ones are forgotten.
 
-        Otherwise they could be back-propagated along with this one, and their examples would count twice.
+        Otherwise they could be back-propagated along with this one, and their examples would count twice. And what the
+        model left for the sums of the batch before goes, so that never two batches take memory.
         """
         self.taps.clear()
+        self.lot_sum.settle()
 
     def handed_out(self, batch: Any) -> None:
         """Called by the loader with a physical batch that is about to be handed out."""
