@@ -37,6 +37,14 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no dataset": ({"data_loader": None}, "NoneType must have __len__ and __getitem__"),
     "physical zero": ({"physical_batch_size": 0}, "physical_batch_size must be a whole number of at least 1, got 0"),
     "physical half": ({"physical_batch_size": 2.5}, "physical_batch_size must be a whole number"),
+    "physical word": (
+        {"physical_batch_size": "automatic"},
+        "physical_batch_size must be a whole number of at least 1, or \"auto\", got 'automatic'",
+    ),
+    "physical auto, several lengths": (
+        {"physical_batch_size": "auto", "pad_to": (6, 16)},
+        r"with pad_to=\(6, 16\) rows are of several lengths: give a number of rows",
+    ),
     "mechanism": (
         {"mechanism": "elipsoid"},
         "mechanism must be one of 'ellipsoid', 'ball', 'published', got 'elipsoid'",

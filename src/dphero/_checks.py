@@ -19,6 +19,7 @@ __all__ = [
     "positive",
     "sample_rate",
     "whole",
+    "whole_or_auto",
 ]
 
 _MOST_NOISE = 1e50  # beyond it, or below its inverse, squares and exponentials overflow
@@ -40,6 +41,14 @@ def whole(name: str, value: Any, *, least: int = 1) -> int:
     if isinstance(value, bool) or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return number
+
+
+def whole_or_auto(name: str, value: Any) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least 1, the word ``auto``, or ``None``."""
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f'{name} must be a whole number of at least 1, or "auto", got {value!r}')
+    if value is not None and value != "auto":
+        whole(name, value)
 
 
 def one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

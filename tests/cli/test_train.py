@@ -106,6 +106,10 @@ def test_runs_get_a_folder_of_their_own(tmp_path, monkeypatch):
         (("--data", "digits", "--epsilon", "3", "--set", "exponent"), "NAME=VALUE"),
         (("--data", "digits", "--epsilon", "3", "--dataset-size", "many"), "--dataset-size"),
         (("--data", "digits", "--epsilon", "3", "--dataset-size", "²"), "--dataset-size"),
+        (
+            ("--data", "digits", "--epsilon", "3", "--physical-batch", "all"),
+            '--physical-batch must be a whole number or "auto"',
+        ),
         (("--data", "digits", "--epsilon", "3", "--set", "exponent=abc"), "'exponent' of method 'dp-hero' must be a"),
         (("--data", "digits", "--epsilon", "3", "--seed", "99999999999999999999999999"), "seed must be"),
         (("--resume", "nowhere"), "not the directory of a run"),

@@ -258,6 +258,32 @@ def test_lots_in_parts_add_up(recordings: list[int]) -> None:
     assert recordings
 
 
+class Plenty:
+    """The memory of a device of which little is taken."""
+
+    room, peak = 1 << 30, 1 << 10
+
+    def begin(self) -> None:
+        pass
+
+
+def test_recordings_wait_until_it_is_known_how_many_rows_fit(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dphero.run.row_limit.memory_of", lambda parameters: Plenty())
+    made: list[tuple[int, bool]] = []
+    model = convolutional().to(DEVICE)
+    engine, optimizer, batches = pair(model, physical_batch_size="auto")
+    for _ in range(12):
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        made.append((len(x), bool(recordings)))
+    assert [size for size, recorded in made if not recorded] == [4, 4, 4, 8, 16, 4, 16, 4]
+    assert {size for size, recorded in made if recorded} == {20} and len(recordings) == 3
+    assert engine._attached.row_limit.settled
+
+
 def test_a_bad_example_counts_for_nothing(recordings: list[int]) -> None:
     data = images(60)
     data.tensors[0][::7] = float("nan")  # among them the first row of some lot, whose copies fill it up
@@ -335,7 +361,7 @@ def test_a_recording_has_room_for_usual_lots_and_others_run_as_usual(recordings:
         rows=lambda: rows[0],
         consume=found.append,
         examine=probe,
-        replay=partial(Graphs, sizes=[30]),
+        replay=partial(Graphs, sizes=lambda: [30]),
     )
 
     def run(count: int) -> tuple[bool, bool]:
@@ -370,7 +396,7 @@ def test_the_first_lot_recorded_may_be_larger_than_some_recordings(recordings: l
     rows = 20
     Taps(
         model, parameters, geometry=lambda: isotropic, rows=lambda: rows, consume=found.append, examine=probe,
-        replay=partial(Graphs, sizes=[16, 24]),
+        replay=partial(Graphs, sizes=lambda: [16, 24]),
     )  # fmt: skip
     for rows in (20, 24, 16, 9, 17):
         model(torch.randn(rows, 1, 8, 8, device=DEVICE)).square().sum().backward()
@@ -384,7 +410,7 @@ def test_a_model_on_two_devices_is_not_recorded(recordings: list[int]) -> None:
     rows = 40
     taps = Taps(
         model, parameters, geometry=lambda: {}, rows=lambda: rows, consume=lambda batch: None, examine=probe,
-        replay=partial(Graphs, sizes=[20]),
+        replay=partial(Graphs, sizes=lambda: [20]),
     )  # fmt: skip
     model(torch.randn(rows, 1, 8, 8, device=DEVICE))
     model.register_buffer("other", torch.zeros(3, device="meta"))
@@ -394,13 +420,13 @@ def test_a_model_on_two_devices_is_not_recorded(recordings: list[int]) -> None:
     assert taps.plan is not None and not recordings
 
 
-def pair(model: nn.Module) -> tuple[PrivacyEngine, Any, Any]:
+def pair(model: nn.Module, **options: Any) -> tuple[PrivacyEngine, Any, Any]:
     engine = PrivacyEngine()
     model.to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, loader = engine.make_private(
         module=model, optimizer=optimizer, data_loader=images(), noise_multiplier=1.0, max_grad_norm=1.0,
-        expected_batch_size=20, sampling="shuffle", cuda_graphs=True,
+        expected_batch_size=20, sampling="shuffle", cuda_graphs=True, **options,
     )  # fmt: skip
     return engine, optimizer, iter(loader)
 

@@ -53,7 +53,7 @@ def test_what_was_changed_in_between_is_said_and_nothing_is_released(saved, sett
 
 def test_the_same_run_goes_on_and_so_does_one_of_an_older_version(saved):
     method, path = saved
-    trainer = begun(method, device="cpu", physical_batch=32)  # changes no result
+    trainer = begun(method, device="cpu", physical_batch="auto")  # changes no result
     trainer.load(path)
     assert trainer.step == 2
     state = {name: value for name, value in trainer.state().items() if name not in ("recipe", "records")}

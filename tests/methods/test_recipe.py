@@ -59,6 +59,13 @@ def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secu
     assert recipes.merge(recipes.load(path)) == recipe
 
 
+def test_a_physical_batch_is_a_number_or_left_to_memory():
+    for value in (64, "auto", None):
+        recipe = recipes.merge(BASE, {"physical_batch": value})
+        assert recipe.physical_batch == value
+        assert recipes.merge(recipes.parse(recipe.to_toml().encode(), "recipe.toml")) == recipe
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -77,6 +84,7 @@ def test_toml_round_trip(tmp_path_factory, epsilon, lot, delta, seed, size, secu
         ({"dataset_size": "secret"}, "dataset_size"),
         ({"epsilons": 3}, "did you mean 'epsilon'"),
         ({"physical_batch": 0}, "physical_batch"),
+        ({"physical_batch": "all"}, "physical_batch must be a whole number of at least 1, or .auto., got 'all'"),
         ({"seed": "x"}, "seed must be a whole number"),
     ],
 )

@@ -26,6 +26,7 @@ __all__ = [
     "ModelOption",
     "NoiseOption",
     "OutOption",
+    "PhysicalBatchOption",
     "ResumeOption",
     "SecureOption",
     "SeedOption",
@@ -41,12 +42,12 @@ __all__ = [
 _DEEPEST = 200
 
 
-def size_of(text: str | None) -> int | str | None:
-    """Read ``--dataset-size``: a whole number, or the word ``public``."""
-    if text is None or text == "public":
+def size_of(text: str | None, option: str = "dataset-size", word: str = "public") -> int | str | None:
+    """Read ``--dataset-size``: a whole number, or the word ``public``; or another option, with a word of its own."""
+    if text is None or text == word:
         return text
     if not text.isdecimal():
-        raise ValueError(f'--dataset-size must be a whole number or "public", got {text!r}')
+        raise ValueError(f'--{option} must be a whole number or "{word}", got {text!r}')
     return int(text)
 
 
@@ -102,6 +103,9 @@ DatasetSizeOption = Annotated[
 ModelOption = Annotated[str | None, typer.Option(help="A network by name, or package:function.")]
 MethodOption = Annotated[str | None, typer.Option(help="How to train (dphero methods); dp-hero unless given.")]
 LotOption = Annotated[int | None, typer.Option(help="Expected examples in a step.")]
+PhysicalBatchOption = Annotated[
+    str | None, typer.Option(help="The most examples in memory at a time; auto: as many as fit on the GPU.")
+]
 EpochsOption = Annotated[float | None, typer.Option(help="Passes over the data.")]
 LearningRateOption = Annotated[float | None, typer.Option(help="Learning rate.")]
 ClipOption = Annotated[float | None, typer.Option(help="Clip norm.")]

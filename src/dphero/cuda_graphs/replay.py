@@ -81,7 +81,7 @@ class Graphs:
 
     Args:
         taps: The model's.
-        sizes: How many rows recordings have room for; larger batches run as usual.
+        sizes: Tells how many rows recordings have room for (larger batches run as usual), once that is known.
         before: Called before a replay, which writes over what earlier ones left.
         required: Whether to raise where passes cannot be recorded, instead of running as usual.
 
@@ -92,7 +92,7 @@ class Graphs:
     def __init__(
         self,
         taps: Taps,
-        sizes: Sequence[int],
+        sizes: Callable[[], Sequence[int]],
         *,
         before: Callable[[], None] = lambda: None,
         required: bool = True,
@@ -104,7 +104,7 @@ class Graphs:
                     "move the model there before make_private, or leave cuda_graphs out"
                 )
         self._taps, self._before, self._required = taps, before, required
-        self._sizes = sorted({-(-size // _STEP) * _STEP for size in sizes})
+        self._wanted, self._sizes = sizes, list[int]()
         self._known: list[_Calls] = []
         self._shared = Shared()
         self._conditions: ReplayConditions | None = None  # of the recordings, or of the first batches before them
@@ -121,7 +121,7 @@ class Graphs:
         Raises:
             ValueError: If the model's passes cannot be recorded, and recordings are required.
         """
-        if self._given_up or not self._suits(leaves, axes):
+        if self._given_up or not self._knows_sizes() or not self._suits(leaves, axes):
             return NotImplemented
         if not _LEAST * self._sizes[0] < rows <= self._sizes[-1]:
             return NotImplemented  # a rare large lot, or the small rest of one that came in parts
@@ -143,6 +143,11 @@ class Graphs:
         known = next(each for each in calls.passes if rows <= each.rows)
         self._before()
         return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
+
+    def _knows_sizes(self) -> bool:
+        if not self._sizes:
+            self._sizes = sorted({-(-size // _STEP) * _STEP for size in self._wanted()})
+        return bool(self._sizes)
 
     def _calls(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any) -> _Calls:
         """Return the calls that this one is among."""

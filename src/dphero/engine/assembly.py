@@ -20,7 +20,7 @@ from dphero.mechanism.clipping import make_clipping
 from dphero.mechanism.parameters import describe
 from dphero.mechanism.release import Mechanism
 from dphero.noise import NoiseSource
-from dphero.run import Run, require_free
+from dphero.run import Run, make_row_limit, require_free
 from dphero.sampling import PrivateLoader
 
 __all__ = ["assemble"]
@@ -46,6 +46,9 @@ def assemble(
     plan = plan_lots(options, data, key, account.ledger)
     event = plan.event(float(options.noise_multiplier))
     account.require_relation(event, options.sampling)
+    limit = make_row_limit(
+        options.physical_batch_size, plan.sampler.usual_sizes[-1], parameters, recorded=options.cuda_graphs is True
+    )
     run = Run(
         module=module,
         optimizers=optimizers,
@@ -53,7 +56,7 @@ def assemble(
         mechanism=_mechanism(options, plan, noise, module, parameters, account.ledger),
         lots=plan.lots,
         sampler=plan.sampler,
-        usual_rows=[min(size, options.physical_batch_size or size) for size in plan.sampler.usual_sizes],
+        row_limit=limit,
         loss_reduction=options.loss_reduction,
         cuda_graphs=options.cuda_graphs,
     )
@@ -66,7 +69,7 @@ def assemble(
         before_batch=run.before_batch,
         handed_out=run.handed_out,
         expected_batch_size=plan.expected,
-        physical_batch_size=options.physical_batch_size,
+        physical_batch_size=lambda: limit.rows,
         pad_to=options.lengths,
     )
     return run, loader

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
 
-from dphero._checks import closest, one_of, positive, whole
+from dphero._checks import closest, one_of, positive, whole, whole_or_auto
 from dphero.guidance import Guidance
 from dphero.mechanism.clipping import Clipping as ClipRule
 from dphero.mechanism.modes import Mode
@@ -35,7 +35,7 @@ class Options:
     sample_rate: float | None
     expected_batch_size: float | None
     dataset_size: int | Literal["public"] | None
-    physical_batch_size: int | None
+    physical_batch_size: int | Literal["auto"] | None
     sampling: Literal["poisson", "shuffle"]
     loss_reduction: Literal["mean", "sum"]
     secure: bool
@@ -51,10 +51,14 @@ class Options:
         one_of("sampling", self.sampling, ("poisson", "shuffle"))
         one_of("loss_reduction", self.loss_reduction, ("mean", "sum"))
         one_of("cuda_graphs", self.cuda_graphs, ("auto", False, True))
-        if self.physical_batch_size is not None:
-            whole("physical_batch_size", self.physical_batch_size)
         for length in self.lengths:
             whole("pad_to", length)
+        whole_or_auto("physical_batch_size", self.physical_batch_size)
+        if self.physical_batch_size == "auto" and len(self.lengths) > 1:
+            raise ValueError(
+                f'physical_batch_size="auto" goes by the memory that a row takes, and with pad_to={self.pad_to} rows '
+                "are of several lengths: give a number of rows, or one length"
+            )
         if self.mechanism == "published":
             require_consent(unsound=self.unsound, sampling=self.sampling, clipping=self.clipping)
 

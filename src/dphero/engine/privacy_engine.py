@@ -75,7 +75,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         dataset_size: int | Literal["public"] | None = None,
-        physical_batch_size: int | None = None,
+        physical_batch_size: int | Literal["auto"] | None = None,
         sampling: Literal["poisson", "shuffle"] = "poisson",
         loss_reduction: Literal["mean", "sum"] = "mean",
         secure: bool = False,
@@ -103,7 +103,8 @@ class PrivacyEngine:
             expected_batch_size: B, the public divisor of every sum; the loader's ``batch_size`` unless given.
             dataset_size: A public number of records, from which q = B / N; ``"public"`` declares ``len(dataset)``
                 itself public.
-            physical_batch_size: The most examples per forward pass; a lot then comes in several batches.
+            physical_batch_size: The most examples per forward pass; a lot then comes in several batches. ``"auto"``: as
+                many as fit in the memory of the GPU, found by measuring the first batches; on a CPU at most 256.
             sampling: ``"poisson"``, or ``"shuffle"``: fixed lots of a shuffled epoch, priced without
                 amplification, for neighbours in which a record is blanked out.
             loss_reduction: Whether the loss is a ``"mean"`` or a ``"sum"`` over the examples of a batch.

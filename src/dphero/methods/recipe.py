@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
-from dphero._checks import closest, one_of, positive, whole
+from dphero._checks import closest, one_of, positive, whole, whole_or_auto
 from dphero._files import read_bytes
 from dphero._imports import names_code
 
@@ -47,7 +47,7 @@ class Recipe:
         mechanism: ``ellipsoid`` or ``ball``; ``None`` leaves it to the method.
         accountant: How the ledger is priced.
         dataset_size: A public number of records, or ``"public"``: the number of records is no secret.
-        physical_batch: The most examples per forward pass; ``None`` for whole lots.
+        physical_batch: The most examples per forward pass; ``"auto"`` for as many as fit, ``None`` for whole lots.
         evaluate_every: Steps between evaluations; ``None`` for one after every pass over the data.
         keep_epochs: Passes over the data after which the weights are kept for ``dphero explain``; 0 for those at the
             beginning, parts of a pass such as 0.1 are allowed.
@@ -81,7 +81,7 @@ class Recipe:
     mechanism: str | None = None
     accountant: str = "pld"
     dataset_size: int | Literal["public"] | None = None
-    physical_batch: int | None = None
+    physical_batch: int | Literal["auto"] | None = None
     evaluate_every: int | None = None
     keep_epochs: tuple[float, ...] | None = None
     seed: int | None = None
@@ -114,7 +114,8 @@ class Recipe:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {self.seed}")
         whole("lot", self.lot)
         one_of("optimizer", self.optimizer, get_args(Optimizer))
-        for name in ("physical_batch", "evaluate_every", "views"):
+        whole_or_auto("physical_batch", self.physical_batch)
+        for name in ("evaluate_every", "views"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name))
         if self.mechanism == "published":
@@ -241,7 +242,7 @@ def merge(*layers: Mapping[str, Any]) -> Recipe:
 
 
 _NUMBERS = ("epsilon", "noise_multiplier", "delta", "epochs", "lr", "momentum", "clip")
-_WHOLE = ("lot", "physical_batch", "evaluate_every", "seed", "channels", "views")
+_WHOLE = ("lot", "evaluate_every", "seed", "channels", "views")
 _TEXTS = (
     "data",
     "model",
@@ -262,6 +263,9 @@ def _typed(name: str, value: Any) -> Any:
     if value is None or name == "dataset_size":
         if value not in (None, "public") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f'dataset_size must be a whole number or "public", got {value!r}')
+        return value
+    if name == "physical_batch":
+        whole_or_auto(name, value)
         return value
     if name in _NUMBERS:
         return _number(name, value)

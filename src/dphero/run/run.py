@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from dphero.hooks.taps import Taps
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
 from dphero.run.private_gradients import PrivateGradients
+from dphero.run.row_limit import RowLimit
 from dphero.run.same_run import filter_of, optimizer_classes, require_same_run
 from dphero.sampling import Lots, PhysicalBatch, Sampler
 
@@ -41,7 +42,7 @@ class Run:
         mechanism: Clips, adds noise, and writes the ledger.
         lots: Where training stands.
         sampler: Draws the lots.
-        usual_rows: How many rows a physical batch has: some sizes that most of them come close to.
+        row_limit: The most rows of a physical batch.
         loss_reduction: What the user's loss is over the rows of a batch.
         cuda_graphs: Whether passes are recorded and replayed.
     """
@@ -55,13 +56,13 @@ class Run:
         mechanism: Mechanism,
         lots: Lots,
         sampler: Sampler,
-        usual_rows: Sequence[int],
+        row_limit: RowLimit,
         loss_reduction: Literal["mean", "sum"],
         cuda_graphs: bool | Literal["auto"] = "auto",
     ) -> None:
         self.module, self.optimizers, self.parameters = module, optimizers, parameters
         self.mechanism, self.lots, self.sampler, self.loss_reduction = mechanism, lots, sampler, loss_reduction
-        self.lot_sum = LotSum(mechanism.clipping)
+        self.row_limit, self.lot_sum = row_limit, LotSum(mechanism.clipping)
         self._loss_check = LossCheck(module, self._rows_in_work, loss_reduction)
         self._padding_check = PaddingCheck()
         self.taps = Taps(
@@ -74,17 +75,23 @@ class Run:
             returned=lambda out: self._loss_check.watch(self._padding_check.watch(out)),
             called=self._look_at_padding,
             examine=probe,
-            replay=self._recorder(usual_rows, cuda_graphs),
+            replay=self._recorder(cuda_graphs),
         )
         self._gradients = PrivateGradients(parameters, optimizers, lots, lambda: self.taps.is_paused)
         attributes = [value for child in module.modules() for value in vars(child).values()]
         lots.generators.own = [value for value in attributes if isinstance(value, Generator)]
 
-    def _recorder(self, rows: Sequence[int], wanted: bool | Literal["auto"]) -> Callable[[Taps], Graphs] | None:
+    def _recorder(self, wanted: bool | Literal["auto"]) -> Callable[[Taps], Graphs] | None:
         """Return what makes recordings, if there may be any."""
         if not wanted or (wanted == "auto" and not can_be_recorded(*self.parameters.values())):
             return None
-        return partial(Graphs, sizes=rows, before=self.lot_sum.settle, required=wanted is True)
+        return partial(Graphs, sizes=self._usual_rows, before=self.lot_sum.settle, required=wanted is True)
+
+    def _usual_rows(self) -> list[int]:
+        """Return some sizes that most physical batches come close to; none as long as it is to be found."""
+        if not self.row_limit.settled:
+            return []
+        return [min(size, self.row_limit.rows or size) for size in self.sampler.usual_sizes]
 
     # -- one lot ------------------------------------------------------------------------------------------
 
@@ -105,6 +112,7 @@ class Run:
 
     def handed_out(self, batch: Any) -> None:
         """Called by the loader with a physical batch that is about to be handed out."""
+        self.row_limit.begin()
         self._loss_check.hand_out(batch)
 
     def _rows(self) -> int:
@@ -147,6 +155,7 @@ class Run:
         scale = batch.rows if self.loss_reduction == "mean" else 1
         try:
             self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
+            self.row_limit.note(batch.rows, stepped=releases > 0)
             if batch.last:
                 released = self.mechanism.release(self.lot_sum.finish(self.mechanism.expected_lot))
             added = True
@@ -192,6 +201,7 @@ class Run:
             "mechanism": self.mechanism.state_dict(),
             "sampler": self.sampler.state_dict(),
             "next_lot": self.lots.next,
+            "physical_batch_size": self.row_limit.state_dict(),
             **self._gradients.state_dict(),
         }
 
@@ -221,3 +231,4 @@ class Run:
         self.lot_sum.clear()
         self.taps.clear()
         self._gradients.load_state_dict(state)
+        self.row_limit.load_state_dict(state.get("physical_batch_size"))  # when all else has its memory

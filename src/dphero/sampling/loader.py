@@ -36,7 +36,8 @@ class PrivateLoader:
         before_batch: Called before each physical batch is handed out.
         handed_out: Called with each physical batch, just before the user gets it.
         expected_batch_size: The public expected lot size.
-        physical_batch_size: The most rows handed out at a time; ``None`` for whole lots.
+        physical_batch_size: The most rows handed out at a time; ``None`` for whole lots. Or what tells, whenever rows
+            are about to be fetched, how many that is now.
         pad_to: Public lengths to which examples are padded.
     """
 
@@ -50,13 +51,13 @@ class PrivateLoader:
         before_batch: Callable[[], None] = lambda: None,
         handed_out: Callable[[Any], None] = lambda batch: None,
         expected_batch_size: float,
-        physical_batch_size: int | None,
+        physical_batch_size: int | Callable[[], int | None] | None,
         pad_to: Sequence[int] = (),
     ) -> None:
         self.source, self.sampler, self.lots = source, sampler, lots
         self.dataset = source.dataset if isinstance(source, DataLoader) else source
         self.batch_size = expected_batch_size
-        self.physical_batch_size = physical_batch_size
+        self._most_rows = physical_batch_size
         self._before_lot, self._before_batch, self._handed_out = before_lot, before_batch, handed_out
         self._collate = source.collate_fn if isinstance(source, DataLoader) else default_collate
         # torch's own stacks examples, and refuses those of different shapes
@@ -72,6 +73,11 @@ class PrivateLoader:
         self._iterations = 0
         self._warned = False
         self._drawn: dict[tuple[int | None, int], np.ndarray] = {}  # lots drawn, not released: they come again
+
+    @property
+    def physical_batch_size(self) -> int | None:
+        """The most rows handed out at a time; ``None`` for whole lots."""
+        return self._most_rows() if callable(self._most_rows) else self._most_rows
 
     def __len__(self) -> int:
         """Return the number of lots in an epoch, 1/q rounded; with ``physical_batch_size`` there are more batches."""
@@ -160,12 +166,12 @@ class PrivateLoader:
     def _chunks(self, lots: range, queue: deque[PhysicalBatch]) -> Iterator[np.ndarray]:
         """Yield the examples of each physical batch; for an empty lot the first one, which is then blanked out."""
         for lot in lots:
-            members = self._draw(lot)
-            size = self.physical_batch_size or max(1, len(members))
-            cuts = range(0, max(1, len(members)), size)
-            for cut in cuts:
-                part = members[cut : cut + size]
-                queue.append(PhysicalBatch(lot, max(1, len(part)), len(part), first=cut == 0, last=cut == cuts[-1]))
+            members, first = self._draw(lot), True
+            while first or len(members):
+                size = self.physical_batch_size or max(1, len(members))
+                part, members = members[:size], members[size:]
+                queue.append(PhysicalBatch(lot, max(1, len(part)), len(part), first=first, last=not len(members)))
+                first = False
                 yield part if len(part) else np.zeros(1, dtype=np.int64)
 
     def _draw(self, lot: int) -> np.ndarray:

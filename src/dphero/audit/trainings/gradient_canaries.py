@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class GradientCanaries:
     sample_rate: float
     steps: int
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = _plain
-    physical_batch: int | None = None
+    physical_batch: int | Literal["auto"] | None = None
     report: Callable[[int], None] = lambda done: None
 
     def __call__(self, included: NDArray[np.bool_], seed: int, /) -> Scored:

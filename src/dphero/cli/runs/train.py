@@ -25,12 +25,14 @@ from dphero.cli._options import (
     ModelOption,
     NoiseOption,
     OutOption,
+    PhysicalBatchOption,
     ResumeOption,
     SecureOption,
     SeedOption,
     SetOption,
     TrustOption,
     numbers_of,
+    size_of,
 )
 from dphero.cli._progress import ProgressDisplay
 from dphero.cli.privacy._price import in_words
@@ -73,7 +75,7 @@ def train(
     mechanism: Annotated[str | None, typer.Option(help="ellipsoid or ball.")] = None,
     accountant: AccountantOption = None,
     dataset_size: DatasetSizeOption = None,
-    physical_batch: Annotated[int | None, typer.Option(help="The most examples in memory at a time.")] = None,
+    physical_batch: PhysicalBatchOption = None,
     keep_epochs: Annotated[
         str | None, typer.Option(help="Epochs after which the weights are kept for dphero explain: 0,0.5,1,5.")
     ] = None,
@@ -104,6 +106,7 @@ def train(
         _list_recipes()
         return
     settings = {name: context.params[name] for name in _SETTINGS}
+    settings["physical_batch"] = size_of(physical_batch, "physical-batch", "auto")
     given = training.given_recipe({**settings, "keep_epochs": numbers_of("keep-epochs", keep_epochs)})
     if resume is not None and (given or recipe or out):
         raise ValueError("--resume goes on with a run as it was begun; leave out all other settings")

@@ -76,7 +76,7 @@ class NoisyTrainer(OwnTrainer):
         self.sampler = sampler
         self.parameters = trained_parameters(self.module, [self.optimizer])
         self.size = sum(parameter.numel() for parameter in self.parameters.values())
-        self.chunk = recipe.physical_batch or _CHUNK
+        self.chunk = recipe.physical_batch if isinstance(recipe.physical_batch, int) else _CHUNK
         shapes = {name: identity(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self._rows, self._received = 0, list[GradientBatch]()
         self._taps = Taps(
