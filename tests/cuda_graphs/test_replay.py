@@ -231,13 +231,15 @@ def test_every_built_in_network_can_be_recorded(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which rounds in other ways for other sizes
 
+    shape = (3, 8, 8) if name == "learned-linear" else (1, 28, 28)
+
     def make() -> nn.Module:
-        model = build(name, (1, 28, 28), 3)
+        model = build(name, shape, 3)
         return model.head if isinstance(model, FeatureModel) else model  # what is trained of it
 
     torch.manual_seed(0)
-    model = build(name, (1, 28, 28), 3)
-    data = torch.rand(40, 1, 28, 28)
+    model = build(name, shape, 3)
+    data = torch.rand(40, *shape)
     inputs = model.features(data) if isinstance(model, FeatureModel) else data
     dataset = TensorDataset(inputs.to(DEVICE), torch.randint(3, (40,)).to(DEVICE))
     # Weights stay, which other tests move: of these deep networks two trainings as usual can differ too, where rounding
