@@ -292,6 +292,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--round-seconds", type=float, default=0.3, help="about so long each system's part of a round")
     parser.add_argument("--warmup", type=int, default=_WARMUP)
     parser.add_argument("--no-exactness", action="store_true")
+    parser.add_argument("--no-timing", action="store_true", help="only whether gradients are exact")
     parser.add_argument("--tiny", action="store_true", help="small models and batches")
     parser.add_argument("--traceback", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, after each model")
@@ -311,7 +312,7 @@ def main() -> None:
         for precision in options.precisions:
             start = time.perf_counter()
             try:
-                found: dict[str, Any] = {"systems": measure(model, precision, options)}
+                found: dict[str, Any] = {} if options.no_timing else {"systems": measure(model, precision, options)}
                 if not options.no_exactness:
                     found["exactness"] = exactness(model, precision, options)
             except Exception as error:
