@@ -24,6 +24,8 @@ from dphero.numerics.compare import distinct_numbers
 
 _BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")
 """Fused losses that take all columns of a row together; the others take one entry with its target."""
+_SOME = 1 << 22
+"""Terms that are compared at once."""
 
 
 def halves(rows: int, number: int) -> list[Tensor]:
@@ -96,28 +98,41 @@ def _coupled(
     The change of the terms, J w, is the derivative of wᵀ(Jᵀ v) with respect to v: two passes of ordinary autograd.
     """
     flat = [edge for edges in ends for edge in edges]
-    probes = [_zeros(edge).requires_grad_() for edge in flat]
+    probes = [_zeros(edge).detach().requires_grad_() for edge in flat]
     edges, axes = [edge for edge, _ in outputs], [axis for _, axis in outputs]
     back = torch.autograd.grad(flat, edges, probes, create_graph=True, allow_unused=True)
     weighted = [
         None if each is None or not each.requires_grad else each * distinct_numbers(each).to(each.dtype)
         for each in back
     ]
+    del back
     if all(each is None for each in weighted):
         return 0.0
-    largest = 0.0
-    for half in ways:
-        answers = []
-        for which in (half, ~half):
-            total = torch.stack([part.sum().double() for part in _parts(weighted, axes, which)]).sum()
-            answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
-        position = 0
-        for (node, index), own in zip(nodes, ends, strict=True):
-            parts = [answer[position : position + len(own)] for answer in answers]
-            first, second = (_sizes(part, kind_of(node) if index < 0 else "") for part in parts)
-            position += len(own)
-            if first is not None and second is not None and first.shape == second.shape:
-                largest = max(largest, _weaker_share(first, second))
+    kinds = [kind_of(node) if index < 0 else "" for node, index in nodes]
+    return max(_strongest_pair(weighted, axes, half, probes, ends, kinds) for half in ways)
+
+
+def _strongest_pair(
+    weighted: Sequence[Tensor | None],
+    axes: Sequence[int],
+    half: Tensor,
+    probes: Sequence[Tensor],
+    ends: list[list[GradientEdge]],
+    kinds: Sequence[str],
+) -> float:
+    """Return the largest share that the weaker of two halves of the outputs has in a term."""
+    answers = []
+    for which in (half, ~half):
+        total = torch.stack([part.sum().double() for part in _parts(weighted, axes, which)]).sum()
+        answers.append(list(torch.autograd.grad(total, probes, retain_graph=True, allow_unused=True)))
+    largest, position = 0.0, 0
+    for kind, own in zip(kinds, ends, strict=True):
+        parts = [[each for each in answer[position : position + len(own)] if each is not None] for answer in answers]
+        position += len(own)
+        if all(parts) and len({each.shape for part in parts for each in part}) == 1:
+            first, second = (_terms(part, kind) for part in parts)
+            shares = (_weaker_share(_sizes(one), _sizes(two)) for one, two in zip(first, second, strict=True))
+            largest = max(largest, *shares, 0.0)
     return largest
 
 
@@ -128,13 +143,22 @@ def _weaker_share(first: Tensor, second: Tensor) -> float:
     return float(share.max()) if share.numel() else 0.0
 
 
-def _sizes(answers: Sequence[Tensor | None], fused: str) -> Tensor | None:
-    """Return how strongly each term answers; what goes into a fused loss together is one term."""
-    parts = [each for each in answers if each is not None]
-    if len({part.shape for part in parts}) != 1:
-        return None
-    sizes = torch.stack([part.detach().abs().double() for part in parts]).sum(0)
-    return sizes.flatten(1).sum(1) if fused.startswith(_BY_ROW) and sizes.dim() == 2 else sizes
+def _terms(answers: Sequence[Tensor], fused: str) -> Iterator[list[Tensor]]:
+    """Yield what makes up the answers of some terms: a language model has as many as logits.
+
+    What goes into a fused loss together is one term.
+    """
+    if fused.startswith(_BY_ROW) and answers[0].dim() == 2:
+        yield [torch.linalg.vector_norm(each.detach(), 1, dim=1, dtype=torch.double) for each in answers]
+        return
+    whole = [each.detach() if each.dim() else each.detach().view(1) for each in answers]
+    count = max(1, _SOME // max(1, whole[0][:1].numel()))
+    yield from map(list, zip(*(each.split(count) for each in whole), strict=True))
+
+
+def _sizes(answers: Sequence[Tensor]) -> Tensor:
+    """Return how strongly each term answers."""
+    return torch.stack([each.abs().double() for each in answers]).sum(0)
 
 
 def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[GradientEdge, int]], half: Tensor) -> float:
@@ -146,7 +170,7 @@ def _coupled_backwards(ends: list[list[GradientEdge]], outputs: list[tuple[Gradi
             continue
         reached = []
         for which in (half, ~half):
-            cotangent = _zeros(edge)
+            cotangent = _zeros(edge).contiguous()
             cotangent[which.to(cotangent.device)] = 1.0
             cotangent *= distinct_numbers(cotangent)
             edges = [each for each, _ in outputs]
@@ -183,7 +207,7 @@ def _axes(sizes: Sequence[int], rows: int) -> list[int]:
 def _zeros(edge: GradientEdge) -> Tensor:
     node: Any = edge.node
     metadata = node._input_metadata[edge.output_nr]
-    return torch.zeros(tuple(metadata.shape), dtype=metadata.dtype, device=metadata.device)
+    return torch.zeros((), dtype=metadata.dtype, device=metadata.device).expand(tuple(metadata.shape))  # no memory
 
 
 def _parts(tensors: Sequence[Tensor | None], axes: Sequence[int], which: Tensor) -> Iterator[Tensor]:
