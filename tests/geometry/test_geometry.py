@@ -343,3 +343,13 @@ def test_factors_compute_in_full_precision_inside_a_shorter_one(monkeypatch: pyt
                 asked.clear()
                 call(torch.randn(shape), axis)
                 assert asked == [False]
+
+
+@pytest.mark.gpu
+def test_a_dense_factor_is_its_own_inverse_whatever_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(200, 200, dtype=torch.float64))[0].float().cuda()
+    factor = Dense(basis, torch.linspace(0.1, 3.0, 200))
+    gap = factor.matrix.double() @ factor.inverse.double() - torch.eye(200, device="cuda", dtype=torch.float64)
+    assert float(gap.abs().max()) < 1e-4

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dphero.geometry.basis import numbers_beside, orthonormal
 from dphero.geometry.factor import Factor, times
+from dphero.numerics.precision import matmul_tf32
 
 __all__ = ["Dense", "Singular"]
 
@@ -31,7 +32,8 @@ class Dense(Factor):
         self._admit(*v)  # once more, rounded
         rows = numbers_beside([v, [1.0 / x for x in v]], self.basis)
         self.scales = rows[0]
-        self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
+        with matmul_tf32(self.basis, allow=False):  # else one would not be the inverse of the other
+            self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix
