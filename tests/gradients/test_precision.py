@@ -91,7 +91,7 @@ def outer(kind: str, dtype: torch.dtype, length: int, k: int, m: int) -> list[Pi
 
 
 def mixed(kind: str, dtype: torch.dtype) -> list[Piece]:
-    """An input that autocast rounds."""
+    """An output gradient and an input of different formats."""
     left, right = positions(kind, N, 8, 40, 30)
     return [Outer(left.to(dtype), right)]
 
@@ -127,7 +127,7 @@ CASES: dict[str, Callable[[str, torch.dtype], list[Piece]]] = {
     "positions in blocks": lambda kind, dtype: outer(kind, dtype, 32, 80, 70),
     "positions formed": lambda kind, dtype: outer(kind, dtype, 32, 12, 10),
     "a wide output": lambda kind, dtype: outer(kind, dtype, 8, 90, 20),
-    "an input of autocast": mixed,
+    "two formats": mixed,
     "rows": rows,
     "tied": tied,
     "convolution by Gram": lambda kind, dtype: convolution(kind, dtype, 24, 24, 4),
@@ -178,6 +178,23 @@ def test_no_example_adds_more_than_its_norm(case: str, shape: str, kind: str, dt
     torch.manual_seed(0)
     for piece in CASES[case](kind, FORMATS[dtype]):
         assert excess(piece, shape_of(piece, shape)) <= 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu_no_example_adds_more_than_its_norm(case: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)  # whatever the user allows
+    torch.set_default_device("cuda")
+    try:
+        for shape in ("identity", "strong", "weak"):
+            for kind in INPUTS:
+                for dtype in FORMATS.values():
+                    torch.manual_seed(0)
+                    for piece in CASES[case](kind, dtype):
+                        assert excess(piece, shape_of(piece, shape)) <= 1.0, (shape, kind, dtype)
+    finally:
+        torch.set_default_device("cpu")
 
 
 @pytest.mark.parametrize("case", ["positions by Gram", "tied"])

@@ -44,6 +44,63 @@ def test_a_narrow_matrix_is_split_without_a_rest(short_products: None) -> None:
     assert bool(((found - true).abs() <= 2e-6 * x.double().abs() @ matrix.double().abs()).all())
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_square_product_of_parted_numbers(
+    dropped: bool, short_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its symmetric part is right, even if what multiplies drops all but 11 bits, as TF32 does."""
+    multiply, add = torch.bmm, torch.Tensor.baddbmm_
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        return (x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32) if dropped else x).double()
+
+    monkeypatch.setattr(torch, "bmm", lambda a, b: multiply(kept(a), kept(b)))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda x, a, b, alpha: add(x, kept(a), kept(b), alpha=alpha))
+    torch.manual_seed(0)
+    for x in (torch.randn(3, 17, 60), torch.rand(3, 17, 60) + 1e-3, torch.full((1, 4, 300), 1 / 3)):
+        found, true = products.square_product(x).double(), x.double() @ x.double().mT
+        lengths = x.double().norm(dim=2)
+        gap = ((found + found.mT) / 2 - true).abs()
+        assert bool((gap <= products.PARTING_ERROR * lengths[:, :, None] * lengths[:, None]).all())
+        assert bool(((found - found.mT).abs() / 2 <= 2.0**-9 * lengths[:, :, None] * lengths[:, None]).all())
+    if dropped:  # and one product of numbers so short would not be
+        assert bool(((multiply(kept(x), kept(x).mT) - true).abs() > 1e-4 * lengths[:, :, None] ** 2).any())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_only_the_addition_rounds() -> None:
+    torch.manual_seed(0)
+    for size in (768, 4096, 50257):
+        for kind in ("plain", "cancelling", "of one sign"):
+            a, b = torch.randn(64, size, device="cuda"), torch.randn(size, 96, device="cuda")
+            if kind == "of one sign":
+                a, b = a.abs(), b.abs()
+            if kind == "cancelling":
+                half = size // 2
+                a[:, half : 2 * half], b[half : 2 * half] = -a[:, :half], b[:half]
+            for x, y in ((a.bfloat16(), b.bfloat16()), (a, b)):
+                gap = (products.product(x, y) - x.double() @ y.double()).abs()
+                assert bool((gap <= 1e-6 * size**0.25 * (x.double().abs() @ y.double().abs())).all())
+        x = a[None]
+        found, lengths = products.square_product(x).double(), x.double().norm(dim=2)
+        gap = ((found + found.mT) / 2 - x.double() @ x.double().mT).abs()
+        bound = products.PARTING_ERROR + 4e-7 * size**0.25
+        assert bool((gap <= bound * lengths[:, :, None] * lengths[:, None]).all())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_sizes_need_not_be_aligned() -> None:
+    torch.manual_seed(0)
+    for shape in ((3, 197, 768), (2, 49, 33), (1, 7, 5), (2, 1, 9)):
+        x = torch.randn(shape, device="cuda").bfloat16()
+        y = torch.randn(shape[0], shape[2], shape[1] + 3, device="cuda").bfloat16()
+        for a, b in ((x, x.mT), (x, y), (y.mT, x.mT), (x[:1].expand(shape), y)):
+            torch.testing.assert_close(products.product(a, b).double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
+    x = torch.randn(3, 13, device="cuda").bfloat16()
+    assert torch.equal(products.aligned(x), x) and products.aligned(x).stride() == (16, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_without_tensor_cores_numbers_are_widened(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,9 @@ __all__ = ["Context", "GradientSink", "OpaqueCall", "Owner"]
 
 
 class GradientSink(Protocol):
-    """Takes the per-example gradients of one backward pass."""
+    """Takes the per-example gradients of one backward pass, of so many ``rows``."""
+
+    rows: int
 
     def expect(self, names: Iterable[str]) -> None:
         """Announce, in the forward pass, one coming piece for each of these parameters."""

@@ -19,11 +19,16 @@ from torch import Tensor
 
 from dphero.functional.context import Context, GradientSink, Owner
 from dphero.functional.operation import take_apart
+from dphero.functional.pulled import Pulled, is_single, pulled
 from dphero.functional.rules import SIMPLER
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
+from dphero.numerics.precision import full_precision
 
 __all__ = ["CannotFollowError", "LayerOrigin", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
+
+_LARGE = 1 << 22
+"""Elements of per-example gradients, of a value and of what it is made from, above which they are not all formed."""
 
 
 class CannotFollowError(RuntimeError):
@@ -119,26 +124,18 @@ class Unbatched:
         else:
             tape.defer(lambda: self._pull(tape, piece))
 
-    @torch.no_grad()
     def _pull(self, tape: GradientSink, piece: Piece) -> None:
-        with self._taps.collecting():
-            found = self._pulled(piece.instantiate().to(self.plain.dtype))
+        leaves, n = [origin.leaf for origin in self.origins], tape.rows
+        if n * (self.plain.numel() + sum(leaf.numel() for leaf in leaves)) > _LARGE and is_single(self.plain):
+            for origin in self.origins:
+                origin.take(tape, Pulled(self.plain, origin.leaf, piece, n, self._taps.collecting))
+            return
+        gradients = piece.instantiate().to(self.plain.dtype)
+        with full_precision(), self._taps.collecting():
+            found = pulled(self.plain, leaves, gradients)
         for origin, gradient in zip(self.origins, found, strict=True):
             if gradient is not None:
                 origin.take(tape, Explicit(gradient))
-
-    def _pulled(self, gradients: Tensor) -> Sequence[Tensor | None]:
-        leaves = [origin.leaf for origin in self.origins]
-        try:
-            return torch.autograd.grad(
-                self.plain, leaves, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
-            )
-        except RuntimeError:  # an operation that vmap does not know
-            rows = [
-                torch.autograd.grad(self.plain, leaves, gradient, retain_graph=True, allow_unused=True)
-                for gradient in gradients
-            ]
-            return [None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True)]
 
 
 class UnbatchedTensor(torch.Tensor):

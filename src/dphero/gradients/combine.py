@@ -81,7 +81,7 @@ class _Tied(Piece):
             weights = rounded_weights(weights)
         return self.parts[0].weighted_sum(weights) + self.parts[1].weighted_sum(weights)
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor | slice) -> Piece:
         rows, outer = (part.take(keep) for part in self.parts)
         if isinstance(rows, Rows) and isinstance(outer, Outer):
             return _Tied(rows, outer)

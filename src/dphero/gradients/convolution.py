@@ -20,7 +20,7 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import at_least_single, conv_tf32, matmul_tf32, widened
-from dphero.numerics.products import multiplied_short, product
+from dphero.numerics.products import product
 
 __all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution_arguments"]
 
@@ -44,9 +44,8 @@ class Convolution(Piece):
     def __init__(
         self, x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: ReusableBuffer | None = None
     ) -> None:
-        short = delta.dtype != at_least_single(delta.dtype)
-        self.x = x.to(delta.dtype) if short else x  # as autocast had it rounded
-        self.delta, self.arguments = delta, arguments
+        dtype = torch.promote_types(x.dtype, delta.dtype)
+        self.x, self.delta, self.arguments = x.to(dtype), delta.to(dtype), arguments
         self._room = room or ReusableBuffer()
         self.shape = arguments.weight_shape
         self._slabs: Tensor | None = None
@@ -65,7 +64,7 @@ class Convolution(Piece):
             return self._gram_norms(geometry.left)
         # whitening acts on positions, in a product for each example, or on columns, in one for all
         early, keep = 2 * prod(self.delta.shape[2:]) < prod(self.shape[1:]), self.worth_keeping()
-        if early and self.delta.dtype == at_least_single(self.delta.dtype) and (keep or not self.forming_error()):
+        if early and self.delta.dtype == at_least_single(self.delta.dtype):
             return self._form(geometry.left, None, keep=keep)
         return self._form(None, geometry.left, keep=keep)
 
@@ -74,18 +73,16 @@ class Convolution(Piece):
             total = _weighted(self._slabs, weights)
             if self._whitened_by is not None:
                 total = self._whitened_by.colour(total)
-        elif multiplied_short(self.delta) or (self.forming_error() and not self.gram_is_cheaper()):
-            total = self._sum_formed(weights)
-        else:
-            return self._native_sum(weights)
-        return self._as_weight(total)[0].contiguous()
+            return self._as_weight(total)[0].contiguous()
+        return self._native_sum(weights)
 
     def forming_error(self) -> float:
         """Return the relative error of products where gradients are formed: TF32's, as in torch's own convolutions.
 
-        Norm and sum then see the same gradients, formed once or twice.
+        It is used where gradients are kept, so that norm and sum see the same; else all products are in full precision.
         """
-        return 2.0**-9 if self.delta.is_cuda and self.delta.dtype == torch.float32 and cudnn.allow_tf32 else 0.0
+        short = self.delta.is_cuda and self.delta.dtype == torch.float32 and cudnn.allow_tf32
+        return 2.0**-9 if short and self.worth_keeping() else 0.0
 
     def instantiate(self) -> Tensor:
         if self._slabs is None:
@@ -94,12 +91,22 @@ class Convolution(Piece):
         self._room.forget()  # what is returned may outlive this piece
         return self._as_weight(self._slabs)
 
-    def take(self, keep: Tensor) -> Convolution:
+    def take(self, keep: Tensor | slice) -> Convolution:
         if self._slabs is None:
             return Convolution(self.x[keep], self.delta[keep], self.arguments)
         part = Convolution(self._slabs, self._slabs, self.arguments)
         part._slabs, part._whitened_by = self._slabs[:, keep], self._whitened_by
         return part
+
+    def some_at_a_time(self, n: int, count: int) -> Iterator[Tensor]:
+        if self._slabs is not None or self.worth_keeping():  # and so the sum is one of these
+            yield from self.instantiate().split(count)
+        elif self._offsets > 1 or self.arguments.groups > 1:
+            yield from super().some_at_a_time(n, count)
+        else:  # in the weight's order in memory
+            delta = self.delta.flatten(2)
+            for first, last, (patches,) in self._patches().some():
+                yield product(delta[first:last], patches.mT).view(last - first, *self.shape)
 
     # -- how -----------------------------------------------------------------------------------------------
 
@@ -133,7 +140,7 @@ class Convolution(Piece):
         """Yield ``(first, last, gradients)``: for some examples, their slabs, put into ``into`` if that is given."""
         groups, rows = self.arguments.groups, self.shape[0] // self.arguments.groups
         delta = self.delta.reshape(len(self.x) * groups, rows, prod(self.delta.shape[2:]))
-        buffer = None
+        buffer, tf32 = None, self.forming_error() > 0
         for first, last, patches in self._patches().some():
             part = slice(first * groups, last * groups)
             if into is not None:
@@ -145,7 +152,7 @@ class Convolution(Piece):
                 out = buffer[:, : part.stop - part.start]
             left = delta[part] if early is None else early.whiten(delta[part], axis=-2)
             for offset, columns_of_offset in enumerate(patches):
-                product(columns_of_offset, left.transpose(1, 2), out[offset], tf32=cudnn.allow_tf32)
+                product(columns_of_offset, left.transpose(1, 2), out[offset], tf32=tf32)
             yield first, last, out
 
     def _slab_shape(self, count: int) -> tuple[int, ...]:
@@ -154,19 +161,6 @@ class Convolution(Piece):
 
     def _patches(self) -> Patches:
         return Patches(self.x, self.arguments, self.delta.shape[2:], self._offsets)
-
-    def _sum_formed(self, weights: Tensor) -> Tensor:
-        """Return slabs of the weighted sum of the gradients, from the very products that norms are taken of."""
-        total: Tensor | None = None
-        for first, last, formed in self._formed(None, None):
-            apart = formed.view(len(formed), last - first, -1, formed.shape[-1])
-            some = _weighted(apart, weights[first:last])
-            total = some if total is None else total.add_(some)
-        if total is None:  # of nobody
-            dtype = at_least_single(self.delta.dtype)
-            total = self.delta.new_zeros(self._slab_shape(self.arguments.groups), dtype=dtype)
-            return total.view(len(total), 1, -1, total.shape[-1])
-        return total
 
     def worth_keeping(self) -> bool:
         """Tell whether to keep the gradients for the sum, or to keep what they are made of and sum natively.

@@ -13,12 +13,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dphero.geometry.factor import Factor, InnerProducts
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import at_least_single, matmul_tf32
-from dphero.numerics.products import product
+from dphero.numerics.products import (
+    ALIGNED,
+    PARTING_ERROR,
+    multiplied_short,
+    on_tensor_cores,
+    product,
+    square_product,
+)
 
 __all__ = ["GramNorms", "gram_norms", "gram_of", "gram_rounding", "inner_products"]
 
@@ -42,9 +50,11 @@ def gram_rounding(x: Tensor, terms: int) -> float:
     """Return the relative rounding error to allow for in a Gram norm over this many terms.
 
     Four times √terms units of the last place of float32 is more than blocked sums lose; products of shorter numbers are
-    exact in float32 (:mod:`dphero.numerics.products`).
+    exact in float32, and those of numbers that are parted in two nearly so (:mod:`dphero.numerics.products`): each side
+    adds an error of that, and once more what their other symmetries make together.
     """
-    return 4 * torch.finfo(at_least_single(x.dtype)).eps * math.sqrt(terms)
+    parted = 4 * PARTING_ERROR if x.dtype == torch.float32 and on_tensor_cores(x) else 0.0
+    return 4 * torch.finfo(at_least_single(x.dtype)).eps * math.sqrt(terms) + parted
 
 
 def inner_products(factor: Factor | None, x: Tensor) -> InnerProducts:
@@ -59,6 +69,8 @@ def gram_norms(
 
     Integers of shape (n, T, 1) stand for unit vectors. If ``of_left``, also return ‖Σ_t l_t‖², mostly known by then.
     """
+    if left.x.shape[1] % ALIGNED and any(multiplied_short(side.x) for side in (left, right)):
+        left, right = _filled_up(left), _filled_up(right)
     (n, positions, rows), columns = left.x.shape, right.x.shape[2]
     halvings = _halvings(positions, left, right)
     parts, lengths = [], []
@@ -86,7 +98,10 @@ def gram_norms(
 
 def gram_of(a: InnerProducts, b: InnerProducts) -> tuple[Tensor, Tensor]:
     """Return all inner products of a with b, of scale 1, and those of each ``a.x`` with its ``b.x``."""
-    gram = product(a.x, b.x.mT) if a.x.is_floating_point() else (a.x == b.x.mT).to(torch.float32)
+    if not a.x.is_floating_point():
+        gram = (a.x == b.x.mT).to(torch.float32)
+    else:
+        gram = square_product(a.x) if a.x is b.x else product(a.x, b.x.mT)
     diagonal = gram.diagonal(dim1=1, dim2=2).clamp(min=LEAST_SQUARE)
     if a.near is not None and b.far is not None:
         with matmul_tf32(gram, allow=False):
@@ -100,9 +115,17 @@ def _scaled(squares: Tensor, terms_length: Tensor, terms: int, scale: float | Te
     return GramNorms(squares * scale**2, room * scale**2)
 
 
+def _filled_up(side: InnerProducts) -> InnerProducts:
+    """Return the vectors with some of length zero behind them, so that their products have sizes that are fast."""
+    more = -side.x.shape[1] % ALIGNED
+    x, near, far = (each if each is None else F.pad(each, (0, 0, 0, more)) for each in (side.x, side.near, side.far))
+    assert x is not None
+    return side._replace(x=x, near=near, far=far)
+
+
 def _halvings(positions: int, *sides: InnerProducts) -> int:
     """Return how often to halve the positions, to save the half of the blocks beside the diagonal."""
-    if not all(side.x.is_contiguous() for side in sides):
+    if not all(side.x.is_contiguous() and side.x.is_cpu for side in sides):  # a GPU has too little to do with a block
         return 0
     count = 0
     while count < _MOST and positions % (2 << count) == 0 and positions >> (count + 1) >= _FEWEST:
@@ -121,6 +144,7 @@ def _blocks(side: InnerProducts, halvings: int) -> Iterator[tuple[InnerProducts,
         near, far = (each if each is None else part(each) for each in (side.near, side.far))
         return side._replace(x=part(side.x), near=near, far=far)
 
-    yield cut(halvings), cut(halvings)
+    whole = cut(halvings) if halvings else side
+    yield whole, whole
     for count in range(halvings, 0, -1):
         yield cut(count, slice(0, None, 2)), cut(count, slice(1, None, 2))

@@ -12,7 +12,7 @@ from dphero.gradients.piece import Explicit, Piece, join, weighted_rows, whitene
 from dphero.numerics.buffers import RefCountedBuffer
 from dphero.numerics.partial_norms import PartialNorm, rank_one_norms, square_norms
 from dphero.numerics.precision import at_least_single, widened
-from dphero.numerics.products import WEIGHT_ROUNDING, multiplied_short, product, weighted_in_two
+from dphero.numerics.products import WEIGHT_ROUNDING, aligned, multiplied_short, product, weighted_in_two
 
 __all__ = ["Bias", "Outer"]
 
@@ -30,9 +30,10 @@ class Outer(Piece):
     def __init__(
         self, left: Tensor, right: Tensor, shape: torch.Size | None = None, room: RefCountedBuffer | None = None
     ) -> None:
-        left, right = _alike(left, right)
-        self.left = left if left.dim() == 3 else left.unsqueeze(1)
-        self.right = right if right.dim() == 3 else right.unsqueeze(1)
+        dtype = torch.promote_types(left.dtype, right.dtype)
+        left, right = left.to(dtype), right.to(dtype)
+        self.left = aligned(left if left.dim() == 3 else left.unsqueeze(1))
+        self.right = aligned(right if right.dim() == 3 else right.unsqueeze(1))
         self.shape = shape or torch.Size((left.shape[-1], right.shape[-1]))
         self._room = room
         self._kept: Tensor | None = None
@@ -120,7 +121,7 @@ class Outer(Piece):
             self._left_total = (weights, weighted_rows(_total(self.left), weights))
         return self._left_total[1]
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor | slice) -> Piece:
         if self._kept is not None:
             return Explicit(self._kept[keep])
         return Outer(self.left[keep], self.right[keep], self.shape)
@@ -158,19 +159,11 @@ class Bias(Piece):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.outer.weighted_left_sum(weights)
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor | slice) -> Piece:
         return Explicit(self.instantiate()[keep])
 
     def folded(self, fold: int) -> Piece:
         return self if fold == 1 else Bias(self.outer.folded(fold))
-
-
-def _alike(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two factors of one format: where a product was made in the shorter one, both had that (autocast)."""
-    if left.dtype == right.dtype or torch.float64 in (left.dtype, right.dtype):
-        return left, right
-    short = right.dtype if left.dtype == torch.float32 else left.dtype
-    return left.to(short), right.to(short)
 
 
 def _total(x: Tensor) -> Tensor:

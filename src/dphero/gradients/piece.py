@@ -17,6 +17,7 @@ A Σ f_i A⁻¹ g_i = Σ f_i g_i needs no geometry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -49,8 +50,13 @@ class Piece(ABC):
         """Return Σ_i weights_i g_i, of the parameter's shape."""
 
     @abstractmethod
-    def take(self, keep: Tensor) -> Piece:
-        """Return the piece of the examples that ``keep`` (a boolean mask) names."""
+    def take(self, keep: Tensor | slice) -> Piece:
+        """Return the piece of the examples that ``keep`` (a boolean mask, or a slice) names."""
+
+    def some_at_a_time(self, n: int, count: int) -> Iterator[Tensor]:
+        """Yield the gradients of the first ``count`` of n examples, then those of the next: what a sum adds up."""
+        for first in range(0, n, count):
+            yield self.take(slice(first, first + count)).instantiate()
 
     def folded(self, fold: int) -> Piece:
         """Return the piece in which each run of ``fold`` rows is one example."""
@@ -75,7 +81,7 @@ class Explicit(Piece):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return weighted_rows(by_example(self.gradients), weights).reshape(self.shape)
 
-    def take(self, keep: Tensor) -> Explicit:
+    def take(self, keep: Tensor | slice) -> Explicit:
         return Explicit(self.gradients[keep])
 
 

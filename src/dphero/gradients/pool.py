@@ -29,7 +29,7 @@ class _Pooled(Piece):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._pool.weighted_sum(weights)[self._columns].reshape(self.shape)
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor | slice) -> Piece:
         return Explicit(self.instantiate()[keep])
 
 

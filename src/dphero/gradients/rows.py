@@ -48,7 +48,7 @@ class Rows(Piece):
         out = right.new_zeros(self.shape)
         return out.index_add_(0, self.index.reshape(-1), right.reshape(-1, right.shape[-1]))
 
-    def take(self, keep: Tensor) -> Rows:
+    def take(self, keep: Tensor | slice) -> Rows:
         return Rows(self.index[keep], self.right[keep], self.rows)
 
     def folded(self, fold: int) -> Rows:

@@ -13,7 +13,6 @@ standardising lets through counts,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
@@ -115,7 +114,7 @@ class Standardised(Piece):
             short = self.inner.delta.dtype != self.weight.dtype
             return (self._sized() if short else self._unformed(out)) / geometry.smallest**2
         squares = []
-        for gradients in self._some_at_a_time():
+        for gradients in self.inner.some_at_a_time(len(self.inner.x), self._some()):
             kept, taken = self._undone(gradients)
             room = taken * (_ROUNDINGS * torch.finfo(kept.dtype).eps / geometry.smallest)
             squares.append(_square_norms(kept, geometry).sqrt_().add_(room).square_())
@@ -124,7 +123,7 @@ class Standardised(Piece):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self._undone(self.inner.weighted_sum(weights).unsqueeze(0))[0][0]
 
-    def take(self, keep: Tensor) -> Piece:
+    def take(self, keep: Tensor | slice) -> Piece:
         return Standardised(self.inner.take(keep), self.weight)
 
     def _unformed(self, out: Tensor | None) -> Tensor:
@@ -154,7 +153,7 @@ class Standardised(Piece):
     def _sized(self) -> Tensor:
         """Return ‖g‖², with room for rounding, where products are exact: from h, some examples at a time."""
         found = []
-        for gradients in self._some_at_a_time():
+        for gradients in self.inner.some_at_a_time(len(self.inner.x), self._some()):
             norms, mean, along = _sizes(gradients, self.weight)
             found.append((norms.square(), mean, along))
         squares, mean, along = (torch.cat(parts) for parts in zip(*found, strict=True))
@@ -178,15 +177,9 @@ class Standardised(Piece):
         norms = (squares - taken).clamp_(min=0).add_(room, alpha=2).sqrt_()
         return norms.add_(error * part + 2 * fine).square_()
 
-    def _some_at_a_time(self) -> Iterator[Tensor]:
-        some = max(1, (_CPU_BUFFER if self.weight.device.type == "cpu" else _GPU_BUFFER) // self.weight.numel())
-        if self.inner.worth_keeping():
-            yield from self.inner.instantiate().split(some)
-            return
-        x, delta = self.inner.x, self.inner.delta
-        for first in range(0, len(x), some):
-            part = slice(first, first + some)
-            yield Convolution(x[part], delta[part], self.inner.arguments).instantiate()
+    def _some(self) -> int:
+        """Return of how many examples to have the gradients at once."""
+        return max(1, (_CPU_BUFFER if self.weight.device.type == "cpu" else _GPU_BUFFER) // self.weight.numel())
 
     def _undone(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return g from h, of shape ``(n, *shape)``, and for each example the norm of what it takes away.
