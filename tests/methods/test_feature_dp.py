@@ -135,7 +135,7 @@ def test_without_a_seed_a_killed_run_repeats_its_normalisation(tmp_path: Path) -
     first.save(tmp_path / "checkpoint.pt", {})
     again = start("feature-dp", noise_multiplier=2.0, options=PRIVATE, seed=None)
     again.load(tmp_path / "checkpoint.pt")
-    means = [take(trainer, 1).module[0].mean for trainer in (first, again)]
+    means = [take(trainer, 1).normalisation[0].mean for trainer in (first, again)]
     assert torch.equal(*means)
 
 
@@ -152,7 +152,7 @@ def test_a_first_step_that_fails_does_not_release_it_twice(monkeypatch: pytest.M
 
 def test_secure_noise_is_honoured() -> None:
     runs = [take(start("feature-dp", noise_multiplier=2.0, options=PRIVATE, seed=None, secure=True), 1) for _ in "ab"]
-    assert not torch.equal(runs[0].module[0].mean, runs[1].module[0].mean)
+    assert not torch.equal(runs[0].normalisation[0].mean, runs[1].normalisation[0].mean)
 
 
 def test_released_weights_fit_into_a_new_network() -> None:
@@ -161,7 +161,7 @@ def test_released_weights_fit_into_a_new_network() -> None:
     fresh.load_state_dict(trainer.model.state_dict())
     images = torch.randn(5, 1, 8, 8)
     assert torch.equal(fresh(images), trainer.model.eval()(images))
-    assert not torch.equal(fresh.head[0].mean, torch.zeros(81))
+    assert not torch.equal(fresh.head[0][0].mean, torch.zeros(81))
 
 
 def test_what_makes_no_sense_is_refused() -> None:
@@ -200,10 +200,13 @@ def test_one_example_moves_the_mean_of_directions_by_one_at_most(outlier: float)
 
 
 def test_centring_is_charged_and_calibrated_for() -> None:
-    trainer = take(start("feature-dp", epsilon=2.0, options=CENTRED, epochs=1, lot=1437), 1)
+    trainer = start("feature-dp", epsilon=2.0, options=CENTRED, epochs=1, lot=1437)
+    features = trainer.train.tensors[0]
+    data = torch.nn.functional.normalize(features.flatten(1))
+    take(trainer, 1)
     assert trainer.ledger.counts[Gaussian(16.0)] == 1
-    data = torch.nn.functional.normalize(trainer.train.tensors[0].flatten(1))
-    rows, error = trainer.module[0](trainer.train.tensors[0]), trainer.module[0].mean - data.mean(0)
+    rows, error = trainer.train.tensors[0], trainer.normalisation[0].mean - data.mean(0)
+    assert torch.equal(rows, trainer.normalisation(features))  # once, before the first step
     assert torch.allclose(rows.norm(dim=1), torch.ones(len(rows)), atol=1e-5)
     assert error.norm() * 1437 / 16 == pytest.approx(data.shape[1] ** 0.5, rel=0.25)  # the noise that is charged
     while not trainer.finished:
@@ -214,7 +217,8 @@ def test_centring_is_charged_and_calibrated_for() -> None:
 def test_centring_comes_after_a_private_normalisation_and_resumes(tmp_path: Path) -> None:
     both = {**CENTRED, **PRIVATE}
     trainer = start("feature-dp", epsilon=3.0, options=both)
-    assert [type(layer).__name__ for layer in trainer.module] == ["ChannelNorm", "CentredRows", "Linear"]
+    layers = [*trainer.normalisation, *trainer.module]
+    assert [type(layer).__name__ for layer in layers] == ["ChannelNorm", "CentredRows", "Linear"]
     resumes_exactly(lambda: start("feature-dp", epsilon=3.0, options=both, averaging="late"), tmp_path, 2, 2)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dphero import checkpoint
 from dphero._checks import one_of, positive
 from dphero.accounting import Gaussian, Ledger
 from dphero.methods.card import Card
@@ -135,42 +136,72 @@ def release_mean_direction(
 
 
 class _FeatureTrainer(PrivateTrainer):
-    """Releases the normalisation before its first step; a resumed training has it in its checkpoint."""
+    """Releases the normalisation before its first step, and takes the features through it once.
+
+    Trained is what follows the normalisation; a resumed training has the normalisation in its checkpoint.
+    """
 
     def __init__(self, card: Card, task: Task, method: FeatureDP) -> None:
         self.method = method
         self.key = key_of(task.recipe.seed, "normalisation")
-        super().__init__(card, task, besides=method.normalisation_events(), options={"guidance": "isotropic"})
+        self.normalisation, trained = nn.Sequential(), task.module
+        if method.normalisation_events().steps:
+            self.normalisation, trained = task.module.children()  # type: ignore[assignment]
+        self._normalised = not self.normalisation
+        super().__init__(
+            card,
+            task,
+            besides=method.normalisation_events(),
+            module=trained,
+            options={"guidance": "isotropic"},
+        )
 
     def advance(self) -> Step:
         """Draw a lot, release its gradient, and let the optimizer use it."""
-        if not self.ledger.steps and self.method.normalisation_events():
+        if not self._normalised:
+            if not self.ledger.steps:
+                self._release_normalisation()
             self._normalise()
         return super().advance()
 
-    def _normalise(self) -> None:
+    def _release_normalisation(self) -> None:
         recipe, method = self.task.recipe, self.method
         moments = Moments(SecureNoise() if recipe.secure else FastNoise(self.key), self.ledger)
         features, records, sigma = self.train.tensors[0], self.task.records, method.normalisation_noise
-        before: list[nn.Module] = []
-        for layer in self.module.children():
+        for place, layer in enumerate(self.normalisation):
             if isinstance(layer, ChannelNorm):
                 bounds = (method.mean_bound, method.square_bound)
                 mean, variance = release_moments(features, records, moments, sigma, bounds)
                 layer.mean.copy_(mean)
                 layer.variance.copy_(variance)
-                before.append(layer)
             elif isinstance(layer, CentredRows):
-                seen = nn.Sequential(*before)
+                seen = self.normalisation[:place]
                 layer.mean.copy_(release_mean_direction(features, seen, records, moments, sigma))
         assert self.ledger == method.normalisation_events(), "what was released is what the noise was calibrated for"
 
+    @torch.no_grad()
+    def _normalise(self) -> None:
+        """Put normalised features in the place of the features: to do so at every step would be most of its work."""
+        features, labels = self.train.tensors
+        parts = features.split(_CHUNK)
+        normalised = torch.empty(len(features), *self.normalisation(parts[0]).shape[1:], device=features.device)
+        for part, place in zip(parts, normalised.split(_CHUNK), strict=True):
+            place.copy_(self.normalisation(part))
+        self.train.tensors = (normalised, labels)
+        self._normalised = True
+
     def save(self, path: str | PathLike[str], extra: Mapping[str, Any]) -> None:
-        """Write the engine's checkpoint, and the key of the normalisation's noise."""
-        super().save(path, {"normalisation_key": str(self.key), "extra": dict(extra)})
+        """Write the engine's checkpoint, the normalisation if it was released, and the key of its noise."""
+        released = self.normalisation.state_dict() if self._normalised else None
+        own = {"normalisation": released, "normalisation_key": str(self.key)}
+        super().save(path, {**own, "extra": dict(extra)})
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Load the checkpoint; mean and variance of the normalisation are part of the module."""
+        """Load the checkpoint, which was made with normalised features if the normalisation was released."""
+        released = checkpoint.load(path).extra["normalisation"]
+        if released is not None and not self._normalised:
+            self.normalisation.load_state_dict(released)
+            self._normalise()
         saved = super().load(path)
         self.key = int(saved["normalisation_key"])
         return dict(saved["extra"])
@@ -251,26 +282,31 @@ class FeatureDP(Method):
         return ledger
 
     def network(self, model: nn.Module) -> nn.Module:
-        """Return the model; where a normalisation is private, in the place of its group norm or after that."""
+        """Return the model; where a normalisation is released, its head is that and what is trained after it."""
         if not isinstance(model, FeatureModel):
             raise ValueError(
                 "method 'feature-dp' trains on fixed features: give --model scatter-linear or scatter-cnn, or a "
                 "dphero.models.FeatureModel of your own"
             )
-        features, layers = model.features, [model.head]
-        if self.centred:
-            head = list(model.head.children())
-            if len(head) != 2 or not isinstance(head[0], nn.Flatten) or not isinstance(head[1], nn.Linear):
-                raise ValueError("centred=true is for a linear classifier: give --model scatter-linear")
-            layers = [CentredRows(head[1].in_features), head[1]]
+        features, trained = model.features, model.head
+        released: list[nn.Module] = []
         if self.normalisation == "private":
             *first, last = features.children() if isinstance(features, nn.Sequential) else [features]
             if not first or not isinstance(last, nn.GroupNorm):
                 raise ValueError(
                     "normalisation='private' replaces a group norm at the end of the features: there is none"
                 )
-            features, layers = type(features)(*first), [ChannelNorm(last.num_channels), *layers]
-        return model if len(layers) == 1 else FeatureModel(features, nn.Sequential(*layers))
+            features = type(features)(*first)
+            released.append(ChannelNorm(last.num_channels))
+        if self.centred:
+            head = list(trained.children())
+            if len(head) != 2 or not isinstance(head[0], nn.Flatten) or not isinstance(head[1], nn.Linear):
+                raise ValueError("centred=true is for a linear classifier: give --model scatter-linear")
+            released.append(CentredRows(head[1].in_features))
+            trained = nn.Sequential(head[1])
+        if not released:
+            return model
+        return FeatureModel(features, nn.Sequential(nn.Sequential(*released), trained))
 
     def start(self, task: Task) -> Trainer:
         """Begin a training."""
