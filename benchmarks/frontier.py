@@ -110,7 +110,7 @@ def table(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="recipes whose name contains one of these, separated by commas")
+    parser.add_argument("--only", default="", help="recipes of these names, or whose names contain one of these; commas between")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -132,7 +132,8 @@ def main() -> None:
         parser.error(f"{arguments.out} exists: go on with --continue, or name another --out")
     arguments.out.mkdir(parents=True, exist_ok=True)
     wanted = arguments.only.split(",")
-    names = [name for name in frontier.NAMES if any(each in name for each in wanted)]
+    exact = [name for name in wanted if name in frontier.NAMES]
+    names = exact or [name for name in frontier.NAMES if any(each in name for each in wanted)]
     plan = [(name, seed) for seed in range(arguments.seeds) for name in names]
     work(
         [(name, seed) for name, seed in plan if not (place(arguments.out, name, seed) / "result.json").exists()],
