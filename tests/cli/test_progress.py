@@ -28,6 +28,19 @@ def test_a_log_gets_a_line_now_and_then(capsys, monkeypatch):
     assert len(capsys.readouterr().err.splitlines()) == 5
 
 
+def test_each_piece_of_work_has_its_own_clock(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("rich.console.monotonic", lambda: now[0])
+    with ProgressDisplay("Preparing") as display:
+        for what, seconds in (("Releasing", 30), ("Training", 5)):
+            for step in range(3):
+                display.update(what, step, 2)
+                now[0] += seconds
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("took ")[2] for line in lines if "2/2" in line] == ["1:00", "0:10"]
+    assert not [line for line in lines if "took" in line and "2/2" not in line], "what goes on is not over"
+
+
 def test_work_without_a_count_leaves_nothing_behind(capsys):
     with ProgressDisplay("Preparing") as display:
         display.update("Looking")

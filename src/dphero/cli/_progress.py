@@ -120,8 +120,8 @@ class ProgressDisplay:
         counter: str | None = None,
     ) -> None:
         task = self._task(number)
-        if task.total is None and total is not None:
-            self._bars.reset(number, total=total)  # time is counted from here
+        if total is not None and (task.total is None or task.description != what):
+            self._bars.reset(number, total=total)  # other work: its time is counted from here
         task.total = total
         self._bars.update(number, description=what, completed=done, figures=tuple(figures), counter=counter)
 
