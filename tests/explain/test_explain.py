@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 from dphero._files import open_json
 from dphero.cli import app
 from dphero.explain import Explanation, explain
+from dphero.explain.agreement import verdicts
 from dphero.explain.images import PRIVATE_STAMP
 
 
@@ -58,6 +61,25 @@ def test_random_weights_are_compared(found: Explanation) -> None:
 
 def test_the_end_is_the_last_kept_epoch_and_not_taken_twice(found: Explanation) -> None:
     assert sorted({str(epoch) for _, epoch in found.maps}) == ["0.0", "1.0", "last"]
+
+
+def test_pairs_that_agree_less_than_seeds_do_are_counted() -> None:
+    def run(group: str, private: bool) -> Any:
+        return SimpleNamespace(group=group, is_private=private)
+
+    def between(a: str, b: str, *values: float) -> dict[str, Any]:
+        pairs = [{"same_start": False, "spearman": value, "iou": value} for value in values]
+        known = {"mean": sum(values) / len(values), "low": min(values), "high": max(values)}
+        return {"a": a, "b": b, "epoch": "last", "to": "last", "spearman": known, "iou": known, "pairs": pairs}
+
+    runs = [run("sgd", False), run("sgd", False), run("near", True), run("some", True), run("far", True)]
+    found = [between("sgd", "sgd", 0.4, 0.5), between("sgd", "near", 0.4, 0.9), between("sgd", "some", 0.39, 0.9)]
+    told = verdicts(runs, [*found, between("sgd", "far", 0.1, 0.2)])
+    assert [each["verdict"] for each in told if each["score"] == "iou"] == [
+        "within the spread of seeds",
+        "1 of 2 pairs agree less than any two seeds do",
+        "differs by more than another seed does",
+    ]
 
 
 def test_a_run_that_kept_nothing_is_explained_by_its_end(runs: Path) -> None:

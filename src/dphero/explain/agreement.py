@@ -125,7 +125,8 @@ def reference_group(runs: Sequence[ExplainedRun]) -> str | None:
 def verdicts(runs: Sequence[ExplainedRun], found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each private group and score, whether privacy moves the last maps further than another seed does.
 
-    It does where every pair of a private run and one without privacy agrees less than every pair without privacy.
+    It does where every pair of a private run and one without privacy agrees less than every pair without privacy;
+    where only some do, they are counted.
     """
     reference = reference_group(runs)
     last = {(each["a"], each["b"]): each for each in found if each["epoch"] == each["to"] == LAST}
@@ -138,14 +139,24 @@ def verdicts(runs: Sequence[ExplainedRun], found: Sequence[Mapping[str, Any]]) -
                 verdict = "no run without privacy to compare with"
             elif spread is None or spread[score]["mean"] is None or against[score]["mean"] is None:
                 verdict = "no spread of seeds known: give two or more runs without privacy"
-            elif against[score]["high"] < spread[score]["low"]:
-                verdict = "differs by more than another seed does"
-            elif against[score]["mean"] >= spread[score]["low"]:
-                verdict = "within the spread of seeds"
             else:
-                verdict = "mostly differs by more than another seed does"
+                values = _apart(against["pairs"], score)
+                verdict = _verdict(sum(value < spread[score]["low"] for value in values), len(values))
             result.append({"group": group, "score": score, "verdict": verdict})
     return result
+
+
+def _verdict(lower: int, pairs: int) -> str:
+    """Say how many of the pairs agree less than all pairs without privacy."""
+    if lower == pairs:
+        return "differs by more than another seed does"
+    return f"{lower} of {pairs} pairs agree less than any two seeds do" if lower else "within the spread of seeds"
+
+
+def _apart(pairs: Sequence[Mapping[str, Any]], score: str) -> list[float]:
+    """Return a score of the pairs that did not begin with the same weights; of all, if all did."""
+    apart = [pair for pair in pairs if not pair["same_start"]] or pairs
+    return [pair[score] for pair in apart if pair[score] is not None]
 
 
 def _pairs(first: Sequence[str], second: Sequence[str], same: bool) -> Iterator[tuple[str, str]]:
@@ -163,11 +174,10 @@ def _agreement(
         seed = seeds.get(one[0])
         same_start = seed is not None and seed == seeds.get(other[0])
         pairs.append({"a": one[0], "b": other[0], "same_start": same_start, **scores})
-    apart = [pair for pair in pairs if not pair["same_start"]] or pairs
     together = [pair for pair in pairs if pair["same_start"]]
     found: dict[str, Any] = {"a": first, "b": second}
     for name in _NAMES:
-        found[name] = _summary([pair[name] for pair in apart])
+        found[name] = _summary(_apart(pairs, name))
         found[f"{name}_same_start"] = _summary([pair[name] for pair in together])
     return {**found, "pairs": pairs}
 

@@ -78,13 +78,15 @@ def plot_heatmaps_by_epoch(explanation: Explanation, number: int | None = None) 
     number = len(explanation.images) * 2 // 3 if number is None else number
     runs = _one_of_each(explanation.runs)
     epochs = _epochs(explanation)
-    figure, axes = _pictures(len(runs), len(epochs), explanation)
+    figure, axes = _pictures(len(runs), len(epochs) + 1, explanation)
     for line, run in zip(axes, runs, strict=True):
         line[0].set_ylabel(_label(run), fontsize=9)
-        for each, epoch in zip(line, epochs, strict=True):
+        _image(line[0], explanation.images.pixels[number])
+        for each, epoch in zip(line[1:], epochs, strict=True):
             if (found := explanation.maps.get((run.name, epoch))) is not None:
                 _overlay(each, explanation.images.pixels[number], found[number])
-    for each, epoch in zip(axes[0], epochs, strict=True):
+    axes[0][0].set_title(explanation.numbers["images"]["classes"][int(explanation.targets[number])], fontsize=9)
+    for each, epoch in zip(axes[0][1:], epochs, strict=True):
         each.set_title("end" if epoch == LAST else f"epoch {epoch:g}", fontsize=9)
     return figure
 
@@ -130,7 +132,6 @@ def plot_layers(explanation: Explanation) -> Any:
     Noise along the public gradient is 1 where noise is isotropic; bars reach from the lowest to the highest run.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
 
     facts = explanation.numbers["layers"]
     layers = list(dict.fromkeys(each["layer"] for each in facts))
@@ -147,8 +148,7 @@ def plot_layers(explanation: Explanation) -> Any:
                     grid[row][column].plot(
                         ranks, [v if v > _ZERO else math.nan for v in values], **_style(explanation.runs, run)
                     )
-            grid[row][column].set_yscale("log")
-            grid[row][column].yaxis.set_minor_formatter(NullFormatter())
+            _log_axis(grid[row][column])
             _finish_axes(grid[row][column], layer if row == 0 else "", "")
         below = grid[3][column]
         for group in dict.fromkeys(run.group for run in explanation.runs if run.is_private):
@@ -178,7 +178,7 @@ def plot_trajectory(explanation: Explanation) -> Any:
             for each in explanation.numbers["trajectory"]:
                 if each["group"] == group and each[name] is not None:
                     by_epoch.setdefault(each["epoch"], []).append(each[name])
-            _band(axes, by_epoch, explanation.runs, group)
+            _band(axes, by_epoch, explanation.runs, group, wider=1.4)
         _finish_axes(axes, title, "epoch")
         epochs = sorted({each["epoch"] for each in explanation.numbers["trajectory"]})
         axes.set_xscale("log")
@@ -189,13 +189,39 @@ def plot_trajectory(explanation: Explanation) -> Any:
     return figure
 
 
-def _band(axes: Any, by_epoch: Mapping[float, Sequence[float]], runs: Sequence[ExplainedRun], group: str) -> None:
-    """Draw the mean over runs, and a band from the lowest to the highest."""
+def _log_axis(axes: Any) -> None:
+    """Make the upright axis logarithmic, with numbers that can be read where it is short."""
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    if high < 100 * low:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [
+            part * 10.0**power for power in powers for part in ((1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 5))
+        ]
+        axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+        axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _band(
+    axes: Any, by_epoch: Mapping[float, Sequence[float]], runs: Sequence[ExplainedRun], group: str, wider: float = 0.0
+) -> None:
+    """Draw the mean over runs, and a band from the lowest to the highest.
+
+    Args:
+        axes: Where.
+        by_epoch: The values of the runs.
+        runs: All runs.
+        group: Whose values these are.
+        wider: How much wider a line is than the one drawn after it, so that both are seen where they coincide.
+    """
     if not by_epoch:
         return
     run = next(each for each in runs if each.group == group)
     epochs = sorted(by_epoch)
-    axes.plot(epochs, [sum(by_epoch[e]) / len(by_epoch[e]) for e in epochs], **_style(runs, run))
+    groups = list(dict.fromkeys(each.group for each in runs if each.is_private))
+    width = {"linewidth": 1.5 + wider * (len(groups) - 1 - groups.index(group))}
+    axes.plot(epochs, [sum(by_epoch[e]) / len(by_epoch[e]) for e in epochs], **(_style(runs, run) | width))
     lowest, highest = [min(by_epoch[e]) for e in epochs], [max(by_epoch[e]) for e in epochs]
     axes.fill_between(epochs, lowest, highest, color=_colour(runs, run), alpha=0.15, linewidth=0)
 

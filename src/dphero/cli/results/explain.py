@@ -92,13 +92,13 @@ def _show(found: Explanation, files: list[Path]) -> None:
     shown = table("training", "accuracy", "Spearman", "IoU top 20 %", "faithful")
     shown.box = box.SIMPLE_HEAD  # narrow enough for 80 columns
     for group, rows in _by_group(numbers).items():
-        shown.add_row(group, *rows)
+        shown.add_row(group.replace(" (", "\n("), *rows)
     screen.print(shown)
     reference = numbers["reference"]
     if reference is None:
         screen.print("No run without privacy was given: add some (--method sgd) to see what privacy changes.")
     else:
-        screen.print(f"Spearman and IoU: agreement with the maps of {reference}, lowest to highest pair of runs.")
+        screen.print(f"Spearman and IoU: agreement with the maps of {reference}; lowest to highest pair of runs.")
         for group in dict.fromkeys(each["group"] for each in numbers["verdicts"]):
             mine = {each["score"]: each["verdict"] for each in numbers["verdicts"] if each["group"] == group}
             same = len(set(mine.values())) == 1
@@ -135,4 +135,5 @@ def _by_group(numbers: dict[str, Any]) -> dict[str, list[str]]:
 def _range(value: dict[str, float | None] | None) -> str:
     if not value or value["mean"] is None:
         return "–"
-    return f"{value['mean']:.2f} ({value['low']:.2f}–{value['high']:.2f})"
+    one = value["low"] == value["high"]
+    return f"{value['mean']:.2f}" if one else f"{value['mean']:.2f} ({value['low']:.2f}–{value['high']:.2f})"
