@@ -240,3 +240,16 @@ def many_runs(place):
             result |= {"is_bound": True, "accountant": "pld", "other_prices": {}, "noise_multiplier": 1.0}
             path.joinpath("result.json").write_text(json.dumps(result))
     return place
+
+
+def test_heat_maps_on_a_phone_and_on_paper(look, tmp_path):
+    """Pictures are no wider than they were drawn, and verdicts can be read."""
+    write(build(read([RESULTS / "heatmaps"])), tmp_path / "page.html")
+    page = look(tmp_path / "page.html", 390)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    wide = page.locator("#heat-maps img").evaluate_all("all => all.map(e => [e.width, e.naturalWidth])")
+    assert wide and all(shown <= natural / 1.5 + 1 for shown, natural in wide)
+    page = look(tmp_path / "page.html", 680)
+    page.emulate_media(media="print")
+    verdicts = page.locator("#heat-maps .words").evaluate_all("all => all.map(e => e.offsetWidth)")
+    assert verdicts and min(verdicts) > 150

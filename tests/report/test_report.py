@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dphero.accounting import Ledger, trade_off
 from dphero.cli import app
 from dphero.report import build, figures, read
+from dphero.report.figures.drawing import wider_below
 
 pytest.importorskip("plotly")
 pytestmark = pytest.mark.timeout(300)
@@ -147,7 +148,7 @@ def test_heat_maps_are_embedded(log):
 def test_scores_of_heat_maps_are_those_of_the_file():
     numbers = json.loads((RESULTS / "heatmaps" / "explain.json").read_text())
     text = build(read([RESULTS / "heatmaps"])).main
-    lines = {line.partition("</th>")[0].rpartition(">")[2]: line for line in text.split('<tr role="row">')}
+    lines = {re.sub(".*<span>", "", line.partition("<span class")[0]): line for line in text.split('<tr role="row">')}
     for group in ("dp-sgd", "dp-hero", "dp-hero-published (UNSOUND)"):
         pairs = next(
             each for each in numbers["agreement"]
@@ -155,10 +156,49 @@ def test_scores_of_heat_maps_are_those_of_the_file():
         )  # fmt: skip
         of = [each["name"] for each in numbers["runs"] if each["group"] == group]
         faithful = [m["faithfulness"] for m in numbers["maps"] if m["run"] in of and m["epoch"] == "last"]
-        assert len(of) == len(faithful) == 3
+        assert len(of) == len(faithful) >= 3
+        reached = [each["accuracy"] for each in numbers["runs"] if each["group"] == group]
+        assert f"{100 * sum(reached) / len(reached):.1f} % right" in lines[group].replace("\u00a0", " ")
         shown = [f"{pairs[name]['mean']:.2f}<" for name in ("spearman", "iou", "same_class")]
-        for each in (*shown, f"{sum(faithful) / 3:+.3f}<", f">{min(faithful):+.3f} to {max(faithful):+.3f}<"):
+        mean = sum(faithful) / len(faithful)
+        for each in (*shown, f"{mean:+.3f}<", f">{min(faithful):+.3f} to {max(faithful):+.3f}<"):
             assert each in lines[group], each
+
+
+def test_each_of_several_explanations_names_its_folder(log):
+    places = [log("one"), log("two")]
+    for place in places:
+        (place / "explain").mkdir()
+        said = {"group": "dp-hero", "verdict": "within the spread of seeds"}
+        verdicts = [said | {"score": "spearman"}, said | {"score": "iou"}]
+        (place / "explain" / "explain.json").write_text(json.dumps({"verdicts": verdicts}))
+    text = build(read(places)).main
+    assert all(f"<strong>{place / 'explain'}</strong>" in text for place in places)
+    assert text.count("within the spread of seeds") == 2, "what all scores say is said once"
+    assert "dphero explain" in text
+
+
+def test_where_nothing_can_be_read_no_page_is_written(tmp_path):
+    (tmp_path / "empty").mkdir()
+    found = run(tmp_path / "empty", "-o", tmp_path / "page.html")
+    assert found.exit_code == 2 and not (tmp_path / "page.html").exists()
+    assert "empty" in found.stderr and "nothing of it could be read" in found.stderr
+
+
+def test_lines_that_coincide_show_the_colours_of_all():
+    def line(name, y, dash="solid"):
+        return {"name": name, "x": [1, 2], "y": y, "line": {"dash": dash, "width": 2}}
+
+    drawn = [line("a", [1, 2]), line("b", [3, 4]), line("a", [1, 2]), line("c", [1.01, 2]), line("d", [1, 2], "dot")]
+    assert [each["line"]["width"] for each in wider_below(drawn)] == [5, 2, 5, 2, 2]
+    assert drawn[0]["line"]["width"] == 2
+
+
+def test_a_federated_run_says_how_many_clients_and_who_is_worst():
+    material = read([Path(__file__).parent / "federated-run"])
+    run = material.runs[0]
+    assert build(material).title.endswith(f", {run.federation['clients']} clients")
+    assert "worst client" in build(material).main and run.result["worst_client"] in run.result["clients"]
 
 
 def test_the_results_of_a_reproduction(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dphero._files import DamagedFile, open_json, read_bytes
+from dphero.experiments.comparison.table import shown_price
 from dphero.experiments.reproduction.report import brief
 from dphero.experiments.reproduction.settings import UNSOUND
 from dphero.experiments.runs.files import read_json
@@ -19,6 +21,7 @@ __all__ = ["Explained", "Pictures", "Reproduced", "heat_maps", "read_explained",
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SCORES = {"spearman": "Spearman", "iou": "IoU, top 20 %", "same_class": "same class"}
 _YARDSTICK = "to compare with"
+_SCALE = 1.5  # pixels of a picture for one of the page: they are drawn with 150 to the inch, a page has 96
 _MOST_BYTES = 4_000_000  # of all pictures on a page, which has to stay below 10 MB
 
 
@@ -34,7 +37,9 @@ class Pictures:
             return tag("p", f"{title}: left out, the page would be too large. It lies in {place}.")
         self._left -= len(contents)
         source = f"data:image/png;base64,{base64.b64encode(contents).decode('ascii')}"
-        picture = tag("img", src=source, alt=f"{title} ({place})")
+        known = contents[12:16] == b"IHDR"
+        wide = round(int.from_bytes(contents[16:20], "big") / _SCALE) if known else 0
+        picture = tag("img", src=source, alt=f"{title} ({place})", style=f"--width: {wide}px" if wide else None)
         framed = tag("div", picture, class_="frame", tabindex="0", role="region", aria_label=title)
         return tag("figure", tag("figcaption", tag("h3", title)), framed, class_="picture")
 
@@ -89,6 +94,8 @@ def heat_maps(found: Sequence[Explained], pictures: Pictures) -> Html | None:
     """Return pictures and verdicts of all explanations: the verdicts follow the first picture."""
     parts: list[Html | None] = []
     for explained in found:
+        if len(found) > 1:
+            parts.append(tag("p", tag("strong", str(explained.place)), class_="before-figure"))
         stamp = explained.numbers.get("stamp")
         if stamp:
             parts.append(tag("div", tag("strong", str(stamp)), class_="notice private", role="note"))
@@ -101,15 +108,15 @@ def _verdicts(explained: Explained) -> Html | None:
     """Return how far the maps of each training agree with those of training without privacy, and what that means."""
     numbers = explained.numbers
     verdicts = [each for each in _list(numbers.get("verdicts")) if isinstance(each, Mapping)]
-    reference, words = numbers.get("reference"), dict[str, list[str]]()
+    reference, words = numbers.get("reference"), dict[str, list[tuple[str, str]]]()
     for each in verdicts:
-        words.setdefault(str(each.get("group")), []).append(f"{_score(each.get('score'))}: {each.get('verdict')}")
+        words.setdefault(str(each.get("group")), []).append((_score(each.get("score")), str(each.get("verdict"))))
     lines = [
         [
-            _other(each, reference),
+            _training(numbers, group, _other(each, reference)),
             *(_range(each.get(name)) for name in _SCORES),
             _faithful(numbers, group),
-            "; ".join(words.pop(group, [_YARDSTICK])),
+            _said(words.pop(group, [])),
         ]
         for each in _list(numbers.get("agreement"))
         if isinstance(each, Mapping)
@@ -117,7 +124,7 @@ def _verdicts(explained: Explained) -> Html | None:
         and reference in (each.get("a"), each.get("b"))
         and (group := str(each.get("b") if each.get("a") == reference else each.get("a")))
     ]
-    lines += [[group, *("–" for _ in _SCORES), "–", "; ".join(said)] for group, said in words.items()]
+    lines += [[group, *("–" for _ in _SCORES), _faithful(numbers, group), _said(said)] for group, said in words.items()]
     if not lines:
         return None
     images = numbers.get("images")
@@ -129,6 +136,26 @@ def _verdicts(explained: Explained) -> Html | None:
         "highest run); 0 says nothing"
     )
     return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 2 + len(_SCORES)))
+
+
+def _said(verdicts: Sequence[tuple[str, str]]) -> Html:
+    """Return the verdicts by all scores, said once where they are the same."""
+    if len({verdict for _, verdict in verdicts}) <= 1:
+        return tag("span", verdicts[0][1] if verdicts else _YARDSTICK, class_="words")
+    return tag("span", *(tag("div", f"{score}: {verdict}") for score, verdict in verdicts), class_="words")
+
+
+def _training(numbers: Mapping[str, Any], group: str, name: str) -> Html:
+    """The name of a training, and below it what it cost and reached."""
+    runs = [each for each in _list(numbers.get("runs")) if isinstance(each, Mapping) and each.get("group") == group]
+    if not runs:
+        return join(name)
+    spent = [each.get("epsilon") for each in runs]
+    known = [float(each) for each in spent if isinstance(each, int | float)]
+    cost = f"ε = {shown_price(max(known) if len(known) == len(spent) else math.inf)}"
+    reached = [float(value) for each in runs if isinstance(value := each.get("accuracy"), int | float)]
+    mean = f", {100 * sum(reached) / len(reached):.1f} % right" if reached else ""
+    return tag("span", name, tag("span", cost + mean, class_="range"))
 
 
 def _faithful(numbers: Mapping[str, Any], group: str) -> str:
@@ -233,8 +260,9 @@ def reproduced(found: Sequence[Reproduced], pictures: Pictures) -> Html | None:
     parts: list[Html | None] = [tag("p", words)]
     for each in found:
         about = each.about
+        place = about["paper"][:1].upper() + about["paper"][1:]
         parts += [
-            pictures.show(about["paper"], each.picture, each.path) if each.picture else tag("h3", about["paper"]),
+            pictures.show(place, each.picture, each.path) if each.picture else tag("h3", place),
             tag("p", f"{about['title']}, {about['size']}: {about['shows']}.", class_="sub"),
             tag(
                 "details",

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["Html", "join", "script_json", "table", "tag"]
 
 _TWO_COLUMNS = 8  # lines of names and values from which there are two beside each other
+_MOST_WHOLE = 16  # lines of a table that is printed on one page
 _MOST_STACKED = 8  # columns of a table whose lines a phone shows as cards
 
 
@@ -86,7 +87,8 @@ def table(
         role="table",  # said again, as a browser forgets it of lines that are shown as cards
         class_="stacked" if stacked else _pairs(len(body)) if len(headings) == 2 else None,
     )
-    return tag("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    kept = "scroll whole" if len(body) <= _MOST_WHOLE else "scroll"
+    return tag("div", whole, class_=kept, tabindex="0", role="region", aria_label=caption)
 
 
 def _pairs(count: int) -> str:

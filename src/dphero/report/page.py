@@ -206,7 +206,10 @@ def _title(material: Material) -> str:
     what = (
         methods[0] if len(methods) == 1 else " and ".join(methods) if len(methods) == 2 else f"{len(methods)} methods"
     )
-    return f"{what} on {data}"
+    federated = [run.federation for run in material.runs if run.federation is not None]
+    clients = {each.get("clients") for each in federated} if len(federated) == len(material.runs) else set()
+    among = f", {clients.pop()} clients" if len(clients) == 1 and None not in clients else ""
+    return f"{what} on {data}{among}"
 
 
 def _footer(live: bool) -> Html:

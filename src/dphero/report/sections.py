@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dphero.experiments.comparison.table import notes
@@ -228,9 +229,19 @@ def reproduce(material: Material) -> Html:
         size = {"quick": " --quick", "full": " --full"}.get(item.about["size"], " --data digits")
         lines.append(f"dphero reproduce {item.about['item']}{size} --out {shlex.quote(str(item.path.parent))}")
     lines += [""] if material.reproduced else []
+    for explained in material.explained:
+        lines += [*_explain(explained.numbers, explained.place), ""]
     named = " ".join(shlex.quote(str(source)) for source in material.sources)
     lines += ["# this page", f"dphero report {named} -o report.html"]
     return tag("pre", "\n".join(lines))
+
+
+def _explain(numbers: Mapping[str, Any], place: Path) -> list[str]:
+    """Return how to draw heat maps again, from the folder in which their runs lie."""
+    runs = numbers.get("runs")
+    names = [str(each.get("name")) for each in runs if isinstance(each, Mapping)] if isinstance(runs, list) else []
+    named = " ".join(map(shlex.quote, names[:_MANY])) + (" …" if len(names) > _MANY else "")
+    return ["# the heat maps again, from where the runs are", f"dphero explain {named} -o {shlex.quote(place.name)}"]
 
 
 def _audit(run: Run, place: str) -> list[str]:

@@ -90,7 +90,7 @@ def _tiles(material: Material) -> Html | None:
     best = max(proven, key=lambda row: row.accuracy or 0.0)
     gain = worst_gain(material.runs_of(best))
     spread = "" if best.spread is None else f"± {100 * best.spread:.2f} over {best.seeds} runs: "
-    of_all = f"{spread}{_name(best)}, of {len(proven)} settings with a proven bound"
+    of_all = f"{spread}{_name(best)}" + (f", of {len(proven)} settings with a proven bound" if len(proven) > 1 else "")
     shown = value(accuracy(best.accuracy), best.accuracy)
     tiles = [_tile("most accurate", shown, of_all, badge(verdict(best, material.runs_of(best))))]
     if gain.curve is not None:
@@ -107,7 +107,8 @@ def _tiles(material: Material) -> Html | None:
         worst = max(unsound, key=lambda row: row.epsilon or 0.0)
         claimed = "" if worst.claimed_epsilon is None else f"claims an ε of {epsilon(worst.claimed_epsilon)}, and "
         note = f"{_name(worst)} {claimed}truly costs {epsilon(worst.epsilon)}"
-        tiles.append(_tile("not to be believed", f"{len(unsound)} settings", note, badge(verdict(worst))))
+        many = f"{len(unsound)} setting{'s' if len(unsound) > 1 else ''}"
+        tiles.append(_tile("not to be believed", many, note, badge(verdict(worst))))
     return tag("ul", *tiles, class_="tiles")
 
 

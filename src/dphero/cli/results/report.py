@@ -64,6 +64,9 @@ def report(
     if out.is_dir():
         raise ValueError(f"{out} is a directory: name a file for the page, such as {out / 'report.html'}")
     material = read(sources)
+    if not (material.rows or material.explained or material.reproduced):
+        _tell(material.problems)
+        raise ValueError("nothing of it could be read: no page was written")
     size = write(build(material, private_diagnostics=private_diagnostics), out)
     _tell(material.problems)
     if as_json:
@@ -75,9 +78,7 @@ def report(
         "run": material.runs, "setting": () if material.runs else material.rows, "explanation": material.explained,
         "reproduced item": material.reproduced,
     }  # fmt: skip
-    about = (
-        ", ".join(_count(len(found), what) for what, found in counts.items() if found) or "nothing that could be read"
-    )
+    about = ", ".join(_count(len(found), what) for what, found in counts.items() if found)
     typer.echo(f"{out}: {about}, {size / 1e6:.1f} MB, for your eyes only: accuracies are computed without noise")
 
 

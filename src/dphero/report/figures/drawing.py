@@ -11,8 +11,9 @@ from typing import Any
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY, VERDICT_COLOURS, colours_of, move_apart
 
-__all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_ends", "line_label", "safe", "styles"]
+__all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_ends", "line_label", "safe", "styles", "wider_below"]
 
+_RIM, _SAME = 3, 0.02  # pixels that a line shows beside one above it; values that cannot be told apart
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "pentagon", "star", "hexagon")
 
 
@@ -98,6 +99,25 @@ def layout(x: str, y: str) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": -0.25},
         "uirevision": "kept",
     }
+
+
+def wider_below(traces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Widen lines that lie below others of nearly the same values, so that the colours of all are seen."""
+    found = []
+    for number, trace in enumerate(traces):
+        above = sum(_coincide(trace, other) for other in traces[number + 1 :])
+        line = {**trace["line"], "width": trace["line"]["width"] + _RIM * min(above, 2)}
+        found.append({**trace, "line": line} if above else trace)
+    return found
+
+
+def _coincide(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both are solid lines of different methods that hardly differ."""
+    if {one["line"]["dash"], other["line"]["dash"]} != {"solid"} or one["name"] == other["name"]:
+        return False
+    if one["x"] != other["x"]:
+        return False
+    return all(abs(a - b) <= _SAME * max(abs(a), abs(b)) for a, b in zip(one["y"], other["y"], strict=True))
 
 
 def line_ends(

@@ -64,9 +64,10 @@ def clients(run: Run) -> Drawing | None:
     return Drawing(
         f"clients-{run.name}",
         f"What each client spent: {run.name}",
-        "Bars of the privacy loss ε of each client; the one that spent most is blue, the others are grey.",
+        "Bars of the privacy loss ε of each client; the one whose ε is the run's is blue, the others are grey.",
         {"data": [bars], "layout": drawn},
         ("client", "ε"),
         [[name, "∞" if value is None else shown_epsilon(value)] for name, value in zip(names, values, strict=True)],
         height=320,
+        note="Blue: the worst client, whose ε is the run's." if worst in names else "",
     )

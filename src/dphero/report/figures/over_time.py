@@ -9,7 +9,7 @@ from typing import Any
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY
 from dphero.experiments.plots import mean_curve
-from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles
+from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles, wider_below
 from dphero.report.gain import RATES, Gain, worst_gain
 from dphero.report.read import Material
 from dphero.report.words import accuracy as shown_accuracy
@@ -48,8 +48,11 @@ def gain(material: Material) -> Drawing | None:
                 "true positives at most %{y:.2%}<extra></extra>",
             }
         )
-    guess = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing", "legendgroup": "guessing"}
-    data.append(guess | {"line": {"color": "#888888", "width": 1, "dash": "dot"}, "hoverinfo": "skip"})
+    widened = wider_below(data)
+    together = "Methods with the same noise have the same curve, and their colours lie upon each other."
+    note = "" if widened == data else together
+    guess: dict[str, Any] = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing"}
+    guess |= {"legendgroup": "guessing", "line": {"color": "#888888", "width": 1, "dash": "dot"}, "hoverinfo": "skip"}
     rates = {"type": "log", "tickformat": "~%", "dtick": 1}
     drawn = layout("share of outsiders accused (false positives)", "share of members found (true positives)")
     drawn["xaxis"] |= rates | {"range": [-4, 0]}
@@ -65,10 +68,10 @@ def gain(material: Material) -> Drawing | None:
         "The best attack that the guarantee allows",
         "Curves of the largest share of members that any attacker can find, against the share of outsiders accused "
         "wrongly, both on logarithmic axes. The dotted diagonal is guessing; vertical lines mark 0.1 % and 1 %.",
-        {"data": data, "layout": drawn},
+        {"data": [*widened, guess], "layout": drawn},
         ("setting", "ε", "found at 0.1 % false positives", "found at 1 % false positives"),
         lines,
-        note="Methods with the same noise have the same curve." if len(known) > 1 else "",
+        note=note,
     )
 
 
@@ -117,7 +120,7 @@ def budget(material: Material) -> Drawing | None:
         "budget",
         "Budget spent over time",
         "Lines of the privacy loss ε after each evaluation, one for each setting.",
-        {"data": data, "layout": drawn},
+        {"data": wider_below(data), "layout": drawn},
         ("setting", "ε half-way", "ε at the end", "ε asked for"),
         lines,
         note=f"Not drawn, because nothing bounds what they spend: {', '.join(unbounded)}." if unbounded else "",
