@@ -69,19 +69,7 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
         )
         for place, (_, row) in zip(places, points, strict=True):
             if not row.sound and row.epsilon is not None:
-                below = (place[0], place[1] - 100 * (row.spread or 0))
-                axes.annotate(
-                    f"true ε {_short_price(row.epsilon)}",
-                    below,
-                    xytext=(0, -5),
-                    textcoords="offset points",
-                    ha="center",
-                    va="top",
-                    fontsize=7,
-                    color=colour,
-                    zorder=4,
-                    bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
-                )
+                _name(axes, f"true ε {_short_price(row.epsilon)}", place, row, colour)
     if ticks:
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
@@ -95,6 +83,22 @@ def plot_accuracy(rows: Sequence[Row], directory: Path) -> None:
     else:
         _legend_of_all(figure, [axes])
     save_figure(figure, directory / "accuracy", private=True)
+
+
+def _name(axes: Any, words: str, place: tuple[float, float], row: Row, colour: str) -> None:
+    """Write something below a point and its error bar."""
+    axes.annotate(
+        words,
+        (place[0], place[1] - 100 * (row.spread or 0)),
+        xytext=(0, -5),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        fontsize=7,
+        color=colour,
+        zorder=4,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
+    )
 
 
 def plot_curves(outcomes: Sequence[Outcome], directory: Path) -> None:

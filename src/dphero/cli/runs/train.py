@@ -84,7 +84,7 @@ def train(
     device: DeviceOption = None,
     cuda_graphs: Annotated[
         bool | None,
-        typer.Option(help="Record each pass on the GPU once and replay it: always, or never; unasked, where it pays."),
+        typer.Option(help="Record passes on the GPU and replay them: always, or never; unasked, if it pays."),
     ] = None,
     views: Annotated[
         int | None, typer.Option(help="Views of each image in a step; their gradients are averaged before clipping.")
