@@ -1,6 +1,6 @@
-"""When does the shape of the noise pay? Accuracy at the same ε with noise, step, both or neither shaped.
+"""When does the shape of the noise pay, and other levers? Accuracy at the same ε with one thing changed at a time.
 
-    python benchmarks/shapes.py [SETTING ...] [--epsilons 1 3] [--seeds 5] [--minutes 60]
+    python benchmarks/shapes.py [SETTING ...] [--epsilons 1 3] [--seeds 5] [--minutes 60] [--variants NAME ...]
     python benchmarks/shapes.py --table
 
 Settings are those of SETTINGS below, on MNIST (`dphero data get mnist`), on a GPU where there is one. For each variant
@@ -20,7 +20,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,8 +33,9 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine, data, models
 from dphero.accounting import calibrate_noise_multiplier
-from dphero.guidance import PCA, Guidance, Isotropic, Prior
+from dphero.guidance import PCA, Guidance, History, Isotropic, Prior
 from dphero.guidance.prior.processes import PROCESSES
+from dphero.methods.trainers.averaging import WeightAverage
 from dphero.models import FeatureModel
 
 RESULTS = Path(__file__).parent / "results" / "shapes"
@@ -74,18 +75,41 @@ SETTINGS = {
     "tanh-cnn-adam": Setting("tanh-cnn", 2048, 300, optimizer="adam", start=2**-8),
 }
 
-VARIANTS: dict[str, Callable[..., Guidance]] = {
-    "isotropic": lambda model, inputs, seed: Isotropic(),
-    "pca": lambda model, inputs, seed: PCA(),
-    "prior": lambda model, inputs, seed: Prior(model, inputs, seed=seed, refresh_every=REFRESH),
-    "prior, step too": lambda model, inputs, seed: Prior(
-        model, inputs, seed=seed, refresh_every=REFRESH, shapes="both"
-    ),
-    "step alone": lambda model, inputs, seed: Prior(model, inputs, seed=seed, refresh_every=REFRESH, shapes="step"),
-    "prior, inputs only": lambda model, inputs, seed: Prior(
-        model, inputs, seed=seed, refresh_every=REFRESH, side="right"
-    ),
-    "prior, a = 1/2": lambda model, inputs, seed: Prior(model, inputs, seed=seed, refresh_every=REFRESH, exponent=0.5),
+
+@dataclass(frozen=True)
+class Variant:
+    """What is changed against DP-SGD: isotropic noise, flat clipping, the last weights.
+
+    Attributes:
+        prior: Settings of a prior, where that shapes noise or step.
+        guidance: What shapes the noise otherwise.
+        clipping: The clip rule.
+        averaging: Which mean of the weights is tested.
+    """
+
+    prior: Mapping[str, Any] | None = None
+    guidance: Callable[[], Guidance] = Isotropic
+    clipping: str = "flat"
+    averaging: str | None = None
+
+    def shaped_by(self, network: nn.Module, inputs: Tensor | tuple[int, int, int], seed: int) -> Guidance:
+        if self.prior is None:
+            return self.guidance()
+        return Prior(network, inputs, seed=seed, refresh_every=REFRESH, **self.prior)
+
+
+VARIANTS = {
+    "isotropic": Variant(),
+    "pca": Variant(guidance=PCA),
+    "prior": Variant(prior={}),
+    "prior, step too": Variant(prior={"shapes": "both"}),
+    "step alone": Variant(prior={"shapes": "step"}),
+    "prior, inputs only": Variant(prior={"side": "right"}),
+    "prior, a = 1/2": Variant(prior={"exponent": 0.5}),
+    "history": Variant(guidance=History),
+    "automatic clipping": Variant(clipping="automatic"),
+    "late average": Variant(averaging="late"),
+    "exponential average": Variant(averaging="ema"),
 }
 MAIN = tuple(VARIANTS)[:5]
 
@@ -146,23 +170,29 @@ def trained(setting: Setting, variant: str, epsilon: float, lr: float, seed: int
         data_loader=TensorDataset(train, labels),
         noise_multiplier=sigma(epsilon, rate, setting.steps),
         max_grad_norm=setting.clip,
-        guidance=VARIANTS[variant](network, public_inputs(whole, seed), seed),
+        guidance=VARIANTS[variant].shaped_by(network, public_inputs(whole, seed), seed),
+        clipping=VARIANTS[variant].clipping,
         sample_rate=rate,
         expected_batch_size=setting.lot,
         physical_batch_size=256,
         seed=int.from_bytes(hashlib.blake2b(own.encode(), digest_size=7).digest()),  # no noise is used twice
     )
+    averaging = VARIANTS[variant].averaging
+    average = None if averaging is None else WeightAverage(network, averaging)
     for inputs, targets in forever(loader):
         F.cross_entropy(network(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if average is not None:
+            average.take()
         if engine.steps == setting.steps:
             break
     spent = engine.get_epsilon(DELTA, coarse=True)
     engine.detach()
+    tested = network if average is None else average.mean
     with torch.no_grad():
         right = sum(
-            int((network.eval()(part).argmax(1) == answer).sum())
+            int((tested.eval()(part).argmax(1) == answer).sum())
             for part, answer in zip(test.split(1000), answers.split(1000), strict=True)
         )
     return {
