@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/redraw.py [NAME ...]
 
-Names are those of the files: cifar, epochs, epsilon-boxes, iterations, learning-rates, linear-analysis, lots,
-noise-spectra, table1, mnist-methods.
+Names are those of the files: cifar, epochs, epsilon-boxes, heterogeneity, iterations, learning-rates,
+linear-analysis, lots, noise-spectra, sigma-per-iteration, table1, mnist-methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.plots import plot_accuracy
-from dphero.experiments.reproduction.figures import boxes, convergence, linear, spectra, table1
+from dphero.experiments.reproduction.figures import boxes, convergence, heterogeneity, linear, sigma, spectra, table1
 from dphero.experiments.reproduction.figures.curves import Curves
 from dphero.experiments.reproduction.settings import MNIST, Setting
 
@@ -95,7 +95,31 @@ def redraw_spectra(directory: Path) -> None:
     spectra._draw(tensors, prices, kept["size"], MNIST[kept["size"]], directory)
 
 
-OTHERS = {"epsilon-boxes": redraw_boxes, "linear-analysis": redraw_linear, "noise-spectra": redraw_spectra}
+def redraw_heterogeneity(directory: Path) -> None:
+    """Draw accuracies by exponent and scope."""
+    kept = json.loads((directory / "heterogeneity.json").read_text())
+    words = kept["notes"][0].removeprefix(f"{kept['size']}: ").removesuffix(".")
+    heterogeneity._draw(kept["rows"], heterogeneity._SHAPES[kept["size"]], kept["size"], words, directory)
+
+
+def redraw_sigma(directory: Path) -> None:
+    """Draw σ of each direction at each iteration, layers in the order of the network."""
+    kept = json.loads((directory / "sigma-per-iteration.json").read_text())
+    with (directory / "sigma-per-iteration.csv").open() as file:
+        points = [
+            {"layer": line["layer"], "rule": line["rule"], "step": int(line["step"])}
+            | {"σ / σ of DP-SGD": float(line["σ / σ of DP-SGD"])}
+            for line in csv.DictReader(file)
+        ]
+    rows = sorted(kept["rows"], key=lambda row: [int(part) for part in row["layer"].split(".")])
+    words = kept["notes"][0].removeprefix(f"{kept['size']}: ").partition(";")[0]
+    sigma._draw(points, rows, f"{kept['size'].upper()}: {words}.", directory)
+
+
+OTHERS = {
+    "epsilon-boxes": redraw_boxes, "heterogeneity": redraw_heterogeneity, "linear-analysis": redraw_linear,
+    "noise-spectra": redraw_spectra, "sigma-per-iteration": redraw_sigma,
+}  # fmt: skip
 
 
 def redraw_comparison(directory: Path) -> None:

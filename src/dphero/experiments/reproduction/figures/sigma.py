@@ -94,7 +94,11 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
             )
             panel.set_title(f"layer {layer}", fontsize=9)
             panel.set_xlabel("iteration")
-            figure.colorbar(drawn, ax=panel)
+            panel.grid(False)
+            low, high = min(map(min, matrix)), max(map(max, matrix))
+            ticks = [low * (high / low) ** (place / 4) for place in range(5)]
+            bar = figure.colorbar(drawn, ax=panel, ticks=ticks, format="{x:.3g}")
+            bar.ax.minorticks_off()
         words = rule.replace(": ", ":\n").replace(" (", "\n(")
         line[0].set_ylabel(f"{words}\ndirection, most noise first", fontsize=8)
     title = "σ of every direction at every iteration (the paper's practical view of its parameters)"
