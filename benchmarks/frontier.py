@@ -1,12 +1,14 @@
 """The recipes of the frontier, several seeds each, as processes side by side, within a time.
 
     python benchmarks/frontier.py [--only TEXT] [--seeds 3] [--workers 8] [--seconds 600] [--out DIR] [--validate N]
-        [--set NAME=VALUE ...] [--continue]
+        [--set NAME=VALUE ...] [--continue] [--one-process]
 
 Each training is an ordinary run directory under DIR, with checkpoints. When the time is up all are asked to stop and
 save; a second call with --continue and the same DIR goes on with them, and leaves finished ones alone. Every finished
 run adds a line to DIR/frontier.jsonl. With --validate the last N training images take the place of the test images:
-settings were chosen that way. The data must be there: `dphero data get mnist`, and so on.
+settings were chosen that way. With --one-process all run one after another in this process, and fixed features, which
+depend on no seed, are computed once for all: on a CPU they take longer than the training. The data must be there:
+`dphero data get mnist`, and so on.
 """
 
 from __future__ import annotations
@@ -52,6 +54,21 @@ def one(recipe: str, seed: int, out: Path, validate: int, changes: dict[str, Any
     train(run, data=data)
 
 
+def share_features() -> None:
+    """Compute the fixed features of the same images by the same model once in this process."""
+    from dphero.experiments.runs import evaluation, preparation
+
+    compute, known = evaluation.features, {}
+
+    def features(model: Any, images: Any) -> Any:
+        key = (repr(model.features), tuple(images.shape), float(images.double().sum()))
+        if key not in known:
+            known[key] = compute(model, images)
+        return known[key]
+
+    evaluation.features = preparation.features = features  # type: ignore[attr-defined]
+
+
 def started(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as file:
         return subprocess.Popen(command, stdout=file, stderr=file)
@@ -74,6 +91,20 @@ def work(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
         process.send_signal(signal.SIGTERM)  # each saves where it stands
     for key, process in running.items():
         noted(key, arguments.out, process.wait())
+
+
+def work_here(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
+    """Run the plan one after another in this process, with shared features."""
+    share_features()
+    for name, seed in plan:
+        one(name, seed, arguments.out, arguments.validate, changed(arguments.set))
+        noted((name, seed), arguments.out, 0)
+
+
+def changed(settings: list[str]) -> dict[str, Any]:
+    """Return NAME=VALUE settings as a mapping."""
+    pairs = (each.partition("=") for each in settings)
+    return {name: ast.literal_eval(value) for name, _, value in pairs}
 
 
 def noted(key: tuple[str, int], out: Path, status: int) -> None:
@@ -110,7 +141,9 @@ def table(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="recipes of these names, or whose names contain one of these; commas between")
+    parser.add_argument(
+        "--only", default="", help="recipes of these names, or whose names contain one of these; commas between"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -118,13 +151,12 @@ def main() -> None:
     parser.add_argument("--validate", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="a recipe's setting to change, NAME=VALUE")
     parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("--one-process", action="store_true", help="one after another here, features computed once")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        pairs = (each.partition("=") for each in arguments.set)
-        changes = {name: ast.literal_eval(value) for name, _, value in pairs}
-        one(arguments.one, arguments.seed, arguments.out, arguments.validate, changes)
+        one(arguments.one, arguments.seed, arguments.out, arguments.validate, changed(arguments.set))
         return
     from dphero.experiments import frontier
 
@@ -135,10 +167,11 @@ def main() -> None:
     exact = [name for name in wanted if name in frontier.NAMES]
     names = exact or [name for name in frontier.NAMES if any(each in name for each in wanted)]
     plan = [(name, seed) for seed in range(arguments.seeds) for name in names]
-    work(
-        [(name, seed) for name, seed in plan if not (place(arguments.out, name, seed) / "result.json").exists()],
-        arguments,
-    )
+    plan = [key for key in plan if not (place(arguments.out, *key) / "result.json").exists()]
+    if arguments.one_process:
+        work_here(plan, arguments)
+    else:
+        work(plan, arguments)
     table(arguments.out)
 
 

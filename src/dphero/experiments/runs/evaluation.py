@@ -39,4 +39,9 @@ class Evaluation:
 @torch.no_grad()
 def features(model: FeatureModel, images: Tensor) -> Tensor:
     """Return the fixed features of images, computed in parts that fit in memory."""
-    return torch.cat([model.features(part) for part in images.split(CHUNK)])
+    first = model.features(images[:CHUNK])
+    found = first.new_empty(len(images), *first.shape[1:])  # written in place: twice the features may not fit in memory
+    found[:CHUNK] = first
+    for start in range(CHUNK, len(images), CHUNK):
+        found[start : start + CHUNK] = model.features(images[start : start + CHUNK])
+    return found
