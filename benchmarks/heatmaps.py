@@ -1,6 +1,6 @@
 """Heat maps of CIFAR-10 under SGD, DP-SGD, DP-Hero and the published recipe: do they look at the same things?
 
-python benchmarks/heatmaps.py [--runs runs/heatmaps] [--seeds 3] [--out benchmarks/results/heatmaps]
+python benchmarks/heatmaps.py [--runs runs/heatmaps] [--seeds 5] [--out benchmarks/results/heatmaps]
 
 Trains what is not there yet (LeNet-5, 5 epochs, ε = 8: about a minute of one core each; stopped, it goes on where it
 was), then explains all runs by `dphero.explain`. All four trainings share lot, learning rate, momentum and epochs; the
@@ -179,14 +179,14 @@ def _mean(values: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs", "heatmaps"), help="where the runs are kept")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--at-once", type=int, default=1, help="runs that are trained at a time, one core each")
     parser.add_argument("--per-class", type=int, default=10, help="images of each class that are scored")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "heatmaps")
     arguments = parser.parse_args()
     runs = train(arguments.runs, arguments.seeds, arguments.at_once)
     found = explain(runs, per_class=arguments.per_class, epochs=COMPARED)
-    found.save(arguments.out, shown=8)
+    found.save(arguments.out, shown=10)
     text = summary(found.numbers)
     (arguments.out / "summary.log").write_text(text + "\n")
     print(text)
