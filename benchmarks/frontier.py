@@ -7,14 +7,15 @@ Each training is an ordinary run directory under DIR, with checkpoints. When the
 save; a second call with --continue and the same DIR goes on with them, and leaves finished ones alone. Every finished
 run adds a line to DIR/frontier.jsonl. With --validate the last N training images take the place of the test images:
 settings were chosen that way. With --one-process all run one after another in this process, and fixed features, which
-depend on no seed, are computed once for all: on a CPU they take longer than the training. The data must be there:
-`dphero data get mnist`, and so on.
+depend on no seed, are computed once for all and kept under DIR: on a CPU they take longer than the training. The data
+must be there: `dphero data get mnist`, and so on.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import signal
@@ -54,17 +55,22 @@ def one(recipe: str, seed: int, out: Path, validate: int, changes: dict[str, Any
     train(run, data=data)
 
 
-def share_features() -> None:
-    """Compute the fixed features of the same images by the same model once in this process."""
+def share_features(place: Path) -> None:
+    """Compute the fixed features of the same images by the same model once, and keep them in files."""
+    import torch
+
     from dphero.experiments.runs import evaluation, preparation
 
-    compute, known = evaluation.features, {}
+    compute = evaluation.features
+    place.mkdir(exist_ok=True)
 
     def features(model: Any, images: Any) -> Any:
-        key = (repr(model.features), tuple(images.shape), float(images.double().sum()))
-        if key not in known:
-            known[key] = compute(model, images)
-        return known[key]
+        key = repr((repr(model.features), tuple(images.shape), float(images.double().sum())))
+        file = place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
+        if not file.exists():
+            torch.save(compute(model, images), file.with_suffix(".part"))
+            file.with_suffix(".part").rename(file)
+        return torch.load(file, mmap=True).to(images.device)
 
     evaluation.features = preparation.features = features  # type: ignore[attr-defined]
 
@@ -95,7 +101,7 @@ def work(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
 
 def work_here(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
     """Run the plan one after another in this process, with shared features."""
-    share_features()
+    share_features(arguments.out / "features")
     for name, seed in plan:
         one(name, seed, arguments.out, arguments.validate, changed(arguments.set))
         noted((name, seed), arguments.out, 0)
