@@ -99,14 +99,12 @@ class Convolution(Piece):
         return part
 
     def some_at_a_time(self, n: int, count: int) -> Iterator[Tensor]:
-        if self._slabs is not None or self.worth_keeping():  # and so the sum is one of these
-            yield from self.instantiate().split(count)
-        elif self._offsets > 1 or self.arguments.groups > 1:
-            yield from super().some_at_a_time(n, count)
-        else:  # in the weight's order in memory
-            delta = self.delta.flatten(2)
-            for first, last, (patches,) in self._patches().some():
-                yield product(delta[first:last], patches.mT).view(last - first, *self.shape)
+        if self._slabs is not None or self.arguments.groups > 1 or (self.delta.is_cuda and self.worth_keeping()):
+            yield from self.instantiate().split(count)  # and so the sum is one of these
+            return
+        delta = self.delta.flatten(2)  # in the weight's order in memory: to turn a slab takes longer than to form it
+        for first, last, (patches,) in Patches(self.x, self.arguments, self.delta.shape[2:], 1).some():
+            yield product(delta[first:last], patches.mT).view(last - first, *self.shape)
 
     # -- how -----------------------------------------------------------------------------------------------
 
