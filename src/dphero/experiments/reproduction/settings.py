@@ -19,6 +19,7 @@ __all__ = [
     "METHOD_TITLES",
     "PRIVATE",
     "PUBLISHED",
+    "QUICK_SEEDS",
     "RATES",
     "SEEDS",
     "SIGMAS",
@@ -34,7 +35,7 @@ SIGMAS = (0.5, 1.0, 3.0, 5.0, 7.0, 10.0)
 LOTS = (10, 50, 200, 400)
 RATES = (0.1, 0.2)
 DELTAS = (1e-5, 1e-6)
-SEEDS = 5  # of each kind at full length
+SEEDS, QUICK_SEEDS = 5, 3  # of each kind at full length, and in a quick reproduction
 CLIP = 1.0  # the paper does not say; its Algorithm 1 has no C in the noise, which is C = 1
 
 Size = Literal["tiny", "quick", "full"]

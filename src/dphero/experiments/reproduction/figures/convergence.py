@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dphero.experiments.reproduction.figures.curves import Curves, Shape
-from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, RATES, SEEDS
+from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, QUICK_SEEDS, RATES, SEEDS
 
 __all__ = ["CIFAR_EPOCHS", "EPOCHS", "ITERATIONS", "LEARNING_RATES", "LOT_SIZES"]
 
@@ -14,7 +14,7 @@ ITERATIONS = Curves(
     "The first iterations on MNIST, by σ (the paper's Figure 1)",
     {
         "tiny": _TINY,
-        "quick": Shape(MNIST["quick"], 100, 10),
+        "quick": Shape(MNIST["quick"], 100, 10, seeds=QUICK_SEEDS),
         "full": Shape(MNIST["full"], 200, 2, seeds=SEEDS),
     },
     mark=30,
@@ -24,7 +24,7 @@ EPOCHS = Curves(
     "Training on MNIST in epochs, by σ (the paper's Figure 2)",
     {
         "tiny": _TINY,
-        "quick": Shape(MNIST["quick"], 300, 30),
+        "quick": Shape(MNIST["quick"], 300, 30, seeds=QUICK_SEEDS),
         "full": Shape(MNIST["full"], 6_000, 150, seeds=SEEDS),
     },
     axis="epoch",
@@ -34,7 +34,7 @@ CIFAR_EPOCHS = Curves(
     "Training on CIFAR-10 from scratch, by σ (the paper's Figure 3)",
     {
         "tiny": _TINY,
-        "quick": Shape(CIFAR["quick"], 60, 10, sigmas=(1.0, 5.0, 10.0), lots=(50,)),
+        "quick": Shape(CIFAR["quick"], 60, 10, sigmas=(1.0, 5.0, 10.0), lots=(50,), seeds=QUICK_SEEDS),
         "full": Shape(CIFAR["full"], 5_000, 125, seeds=SEEDS),
     },
     axis="epoch",
@@ -44,7 +44,7 @@ LOT_SIZES = Curves(
     "The first iterations on MNIST, by lot size L and σ (the paper's Figure 5)",
     {
         "tiny": Shape(MNIST["tiny"], 4, 2, sigmas=(3.0,), lots=(10, 50)),
-        "quick": Shape(MNIST["quick"], 120, 20, sigmas=(1.0, 3.0, 5.0), lots=LOTS),
+        "quick": Shape(MNIST["quick"], 120, 20, sigmas=(1.0, 3.0, 5.0), lots=LOTS, seeds=QUICK_SEEDS),
         "full": Shape(MNIST["full"], 300, 10, sigmas=(1.0, 3.0, 5.0), lots=LOTS, seeds=SEEDS),
     },
     by="lot",
@@ -54,7 +54,7 @@ LEARNING_RATES = Curves(
     "The first iterations on MNIST at two learning rates (the paper's Figure 6, η = 0.2)",
     {
         "tiny": Shape(MNIST["tiny"], 4, 2, sigmas=(3.0,), rates=RATES),
-        "quick": Shape(MNIST["quick"], 100, 10, sigmas=(1.0, 5.0, 10.0), rates=RATES),
+        "quick": Shape(MNIST["quick"], 100, 10, sigmas=(1.0, 5.0, 10.0), rates=RATES, seeds=QUICK_SEEDS),
         "full": Shape(MNIST["full"], 300, 10, rates=RATES, seeds=SEEDS),
     },
     by="lr",

@@ -95,7 +95,8 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
             panel.set_title(f"layer {layer}", fontsize=9)
             panel.set_xlabel("iteration")
             panel.grid(False)
-            low, high = min(map(min, matrix)), max(map(max, matrix))
+            shown = [value for values in matrix for value in values if value > 0]  # a scale of logarithms has no zero
+            low, high = min(shown), max(shown)
             ticks = [low * (high / low) ** (place / 4) for place in range(5)]
             bar = figure.colorbar(drawn, ax=panel, ticks=ticks, format="{x:.3g}")
             bar.ax.minorticks_off()

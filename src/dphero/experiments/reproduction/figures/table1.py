@@ -17,7 +17,7 @@ from dphero.experiments.defaults import resolve
 from dphero.experiments.pictures import FURTHER, GREY, METHOD_COLOURS, VERDICT_COLOURS
 from dphero.experiments.reproduction import drawing
 from dphero.experiments.reproduction.report import PRICED, Report
-from dphero.experiments.reproduction.settings import PUBLISHED, SEEDS, UNSOUND, Size, noise_for
+from dphero.experiments.reproduction.settings import PUBLISHED, QUICK_SEEDS, SEEDS, UNSOUND, Size, noise_for
 from dphero.methods import METHODS
 
 __all__ = ["PRINTED", "Line", "plan", "present"]
@@ -89,7 +89,7 @@ _QUICK: Mapping[str, Mapping[str, Any]] = {
     "dp-mp": {"epochs": 8},
     "label-dp": {"epochs": 1},
 }
-_SEEDS: Mapping[Size, int] = {"tiny": 1, "quick": 1, "full": SEEDS}
+_SEEDS: Mapping[Size, int] = {"tiny": 1, "quick": QUICK_SEEDS, "full": SEEDS}
 
 
 def lines(size: Size) -> list[Line]:
@@ -176,7 +176,7 @@ def _words(size: Size) -> str:
     more = ", ".join(f"{name} {each['epochs']}" for name, each in _QUICK.items() if each["epochs"] > 1)
     return (
         f"one line for each system, MNIST alone, one pass over the data ({more}): a fraction of what each needs; "
-        "one seed"
+        f"{QUICK_SEEDS} seeds"
     )
 
 
