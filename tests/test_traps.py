@@ -27,7 +27,8 @@ from dphero.engine import assembly, sources
 from dphero.geometry.geometry import identity
 from dphero.gradients import convolution, gram
 from dphero.gradients.batch import GradientBatch
-from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.convolution import Convolution
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit
 from dphero.hooks.taps import Taps
 from dphero.mechanism.clipping import Flat

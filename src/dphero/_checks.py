@@ -9,19 +9,6 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any, SupportsFloat
 
-__all__ = [
-    "closest",
-    "delta",
-    "epsilon",
-    "finite",
-    "noise_multiplier",
-    "one_of",
-    "positive",
-    "sample_rate",
-    "whole",
-    "whole_or_auto",
-]
-
 _MOST_NOISE = 1e50  # beyond it, or below its inverse, squares and exponentials overflow
 
 

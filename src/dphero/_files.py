@@ -31,21 +31,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "DamagedFile",
-    "has_zip_seal",
-    "open_for_append",
-    "open_for_lock",
-    "open_json",
-    "open_safetensors",
-    "open_zip",
-    "read_bytes",
-    "seal_json",
-    "seal_safetensors",
-    "seal_zip",
-    "write_atomically",
-]
-
 _Content = TypeVar("_Content")
 _NAME = "sha256"
 _BLANK = "0" * 64

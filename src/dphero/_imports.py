@@ -9,8 +9,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["FAILED_IN", "call_named", "function_named", "names_code"]
-
 FAILED_IN = "this happened in "
 """Begins the note on an exception of a user's own function."""
 

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from dphero._files import DamagedFile, has_zip_seal, open_zip, read_bytes, seal_zip, write_atomically
 
-__all__ = ["Checkpoint", "load", "save", "unchanged_on_failure"]
-
 _VERSION, _UNSEALED_VERSION = 2, 1
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 

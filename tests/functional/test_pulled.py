@@ -12,7 +12,8 @@ from dphero.functional import unbatched
 from dphero.functional.pulled import Pulled
 from dphero.geometry.diagonal import Diagonal
 from dphero.geometry.geometry import Geometry, identity
-from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Piece
 from tests.oracle.micro_batches import tapped
 from tests.oracle.test_zoo import check, loss, make

@@ -20,8 +20,9 @@ from dphero.gradients import combine as combining
 from dphero.gradients import outer as outers
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.combine import combine
-from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece
 from dphero.gradients.outer import Bias, Outer
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
 from dphero.gradients.rows import Rows
 from dphero.hooks.tape import Tape

@@ -12,7 +12,8 @@ from torch import Tensor
 from dphero.geometry.dense import Dense
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients import patches as module
-from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.convolution import Convolution
+from dphero.gradients.patches import convolution_arguments
 from dphero.numerics import buffers as room_module
 from dphero.numerics.buffers import ReusableBuffer
 from tests.trainer import training

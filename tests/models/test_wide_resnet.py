@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from dphero.geometry.geometry import Geometry, identity
-from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.convolution import Convolution
+from dphero.gradients.patches import convolution_arguments
 from dphero.guidance import PCA
 from dphero.layers import registry
 from dphero.models import wide_resnet

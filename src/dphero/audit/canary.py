@@ -25,8 +25,6 @@ from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
 
-__all__ = ["Aim", "Plant", "Port", "has_bias", "plant", "unreached", "weakest"]
-
 Aim = Literal["weight", "bias"]
 
 _SIZE = 100.0

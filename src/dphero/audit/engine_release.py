@@ -26,8 +26,6 @@ from dphero.guidance import Guidance, Released, resolve
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
 
-__all__ = ["EngineRelease", "canary_gradient", "records"]
-
 Neighbours = Literal["large", "small"]
 
 _NEIGHBOURS: Mapping[Neighbours, tuple[float, ...]] = {

@@ -20,8 +20,6 @@ from dphero.audit.laws.white_box import look_inside
 from dphero.audit.settings import Settings, small_model
 from dphero.audit.threads import one_thread
 
-__all__ = ["MechanismAudit", "audit_mechanism", "engine_claim", "releases_of"]
-
 _QUIET = 0.25
 """σ of the audit of sampling: who is in a lot should be seen."""
 _INSIDE = 0.2

@@ -23,8 +23,6 @@ from dphero.audit.threads import one_thread
 from dphero.guidance import PCA
 from dphero.mechanism.modes import Mode
 
-__all__ = ["audit_published", "lenet"]
-
 NOISE_MULTIPLIER = 2.0
 """σ for which the paper's formula claims ε = 2.52 at δ = 1e-5."""
 

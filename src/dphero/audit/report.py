@@ -20,8 +20,6 @@ from dphero.audit.trainings.membership import Roc
 from dphero.audit.trainings.one_run import OneRun
 from dphero.experiments.pictures import FURTHER, GREY, METHOD_COLOURS, VERDICT_COLOURS, figure_of
 
-__all__ = ["Report", "plot_epsilons", "plot_roc", "plot_trade_off", "save"]
-
 _COLOURS = (METHOD_COLOURS["dp-sgd"], METHOD_COLOURS["dp-hero"], *FURTHER)  # one for each attack
 
 

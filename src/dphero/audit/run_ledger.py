@@ -13,8 +13,6 @@ from dphero.accounting.prices import DEFAULT_FILTER_ORDER
 from dphero.audit.laws.independent_price import independent_epsilon, price_check
 from dphero.experiments import RunDirectory
 
-__all__ = ["RunLedger", "check_ledger"]
-
 _ROUNDING = 1e-3  # relative: grids of other versions of the accountants
 _PAID_ONCE = (IndividualFilter, ShuffledFilter, RandomisedLabels)  # events that stand for any number of steps
 

@@ -29,8 +29,6 @@ from dphero.methods.recipe import Recipe
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.models import build
 
-__all__ = ["audit_recipe", "audit_run", "settings_of"]
-
 _LARGE = 100_000  # parameters: thousands of releases of more would take minutes
 _SHADOWS = 8
 _FEWEST_TRAININGS = 40  # small ones, with and without the canary

@@ -18,8 +18,6 @@ from dphero.mechanism.modes import Mode
 from dphero.noise import NoiseSource
 from dphero.sampling import PrivateLoader
 
-__all__ = ["Settings", "small_model"]
-
 
 @dataclass(frozen=True)
 class Settings:

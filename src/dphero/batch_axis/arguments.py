@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
-__all__ = ["Arguments"]
-
 _EXAMPLES = 3
 """How many examples a model is examined with."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from dphero.numerics.precision import widened
 
-__all__ = ["BatchAxis", "arrange", "compare_shapes"]
-
 
 @dataclass(frozen=True)
 class BatchAxis:

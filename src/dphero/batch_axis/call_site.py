@@ -9,8 +9,6 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["CallSite", "find_call_site"]
-
 CallSite = tuple[tuple[int, int], ...]
 """From the inside out: which code, and which of its instructions.
 

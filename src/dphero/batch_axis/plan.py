@@ -18,8 +18,6 @@ from torch import Tensor
 from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.call_site import CallSite
 
-__all__ = ["Axes", "AxisLookup", "AxisPlan", "AxisTrace", "Call", "Key", "Traced", "TracedCall", "UnknownCallError"]
-
 Key = tuple[str, str, CallSite]
 Call = tuple[Key, int]
 Traced = tuple[str, Key | None, int]

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["console", "print_text", "say", "table", "visible"]
-
 _NARROWEST, _USUAL = 10, 80
 
 # control characters (ESC among them), and those that change the direction in which text is read

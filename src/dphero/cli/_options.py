@@ -8,37 +8,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-__all__ = [
-    "Accountant",
-    "AccountantOption",
-    "ChannelsOption",
-    "ClipOption",
-    "DataOption",
-    "DatasetSizeOption",
-    "DeltaOption",
-    "DeviceOption",
-    "EpochsOption",
-    "EpsilonOption",
-    "JsonOption",
-    "LearningRateOption",
-    "LotOption",
-    "MethodOption",
-    "ModelOption",
-    "NoiseOption",
-    "OutOption",
-    "PhysicalBatchOption",
-    "ResumeOption",
-    "SecureOption",
-    "SeedOption",
-    "SetOption",
-    "TrustOption",
-    "WorkersOption",
-    "folder",
-    "numbers_of",
-    "size_of",
-    "values_of",
-]
-
 _DEEPEST = 200
 
 

@@ -12,8 +12,6 @@ from rich.text import Text
 
 from dphero.cli._console import console, say
 
-__all__ = ["ProgressDisplay"]
-
 _LINE_SECONDS = 10.0  # between two lines where there is no terminal
 _NARROW, _SHORT_BAR, _LONG_BAR = 100, 12, 20
 _TIME = len("10:00:00 left")

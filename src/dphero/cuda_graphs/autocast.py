@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["Autocast", "autocast_now", "computing_in"]
-
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """For which kinds of devices it is on, and with which type."""
 

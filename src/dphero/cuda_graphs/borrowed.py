@@ -11,8 +11,6 @@ from torch import Tensor
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 
-__all__ = ["borrowed"]
-
 _KEPT = (Factor, Geometry, type)
 
 

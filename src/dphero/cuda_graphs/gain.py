@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["free_memory", "seconds"]
-
 
 def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Return the time that some work takes, and the part of it in which Python was busy to start it all."""

@@ -15,8 +15,6 @@ from dphero.geometry.factor import Factor, times
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
 
-__all__ = ["LiveGeometry"]
-
 _KINDS = (Dense, Diagonal, LowRank, Scalar)
 _NOT_COMPUTED_WITH = ("largest",)
 _SIDES = ("left", "right", "flat")

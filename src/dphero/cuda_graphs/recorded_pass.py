@@ -24,7 +24,6 @@ from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["Pass", "Results", "Setting", "Shared"]
 
 _CONSTANT = (bool, str, type(None), torch.dtype, torch.device)
 """Types of what a model may return besides tensors."""

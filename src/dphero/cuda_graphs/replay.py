@@ -43,7 +43,6 @@ from dphero.numerics.generators import RandomState
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["Graphs", "can_be_recorded"]
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["PLAIN", "CannotRecordError", "ReplayConditions"]
-
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 """Types of arguments and attributes that are compared by value."""
 

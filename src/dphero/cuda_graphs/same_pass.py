@@ -10,8 +10,6 @@ from dphero.cuda_graphs.recorded_pass import Pass, Results
 from dphero.cuda_graphs.replay_guards import CannotRecordError
 from dphero.numerics.compare import largest_gap
 
-__all__ = ["require_bounded", "require_equal"]
-
 _TOLERANCE = 1e-2
 """Relative difference allowed between a recording and the pass that it repeats (TF32 and atomic sums round freely)."""
 

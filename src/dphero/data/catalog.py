@@ -10,8 +10,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BUILT_INS", "BuiltIn", "File", "Package", "find"]
-
 
 @dataclass(frozen=True)
 class File:

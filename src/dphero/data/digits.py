@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SCALE", "arrays"]
-
 SCALE = 8.0
 """Half of the largest pixel value: pixels are 0 to 16."""
 

@@ -18,8 +18,6 @@ from dphero.data.download import cache
 from dphero.data.files.folders import from_folder
 from dphero.data.files.own import from_function, from_npz
 
-__all__ = ["load", "located"]
-
 _DIGITS_TEST = 360
 
 

@@ -12,8 +12,6 @@ from dphero.engine.sources import hashed_key
 from dphero.mechanism.published import UNSOUND
 from dphero.mechanism.release import Mechanism
 
-__all__ = ["Account"]
-
 logger = logging.getLogger(__name__)
 
 _KEY_SHARED = (

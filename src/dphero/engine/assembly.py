@@ -23,8 +23,6 @@ from dphero.noise import NoiseSource
 from dphero.run import Run, make_row_limit, require_free
 from dphero.sampling import PrivateLoader
 
-__all__ = ["assemble"]
-
 
 def assemble(
     options: Options,

@@ -14,8 +14,6 @@ from dphero.mechanism.modes import Mode
 from dphero.mechanism.published import require_consent
 from dphero.noise import NoiseSource
 
-__all__ = ["Clipping", "Options", "require_known"]
-
 Clipping = Literal["flat", "per_layer", "automatic", "adaptive"] | ClipRule
 
 

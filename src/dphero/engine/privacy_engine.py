@@ -27,8 +27,6 @@ from dphero.noise import NoiseSource
 from dphero.run import Run
 from dphero.sampling import PoissonSampler, PrivateLoader, dataset_of, describe_data, public_rate, require_same_data
 
-__all__ = ["PrivacyEngine"]
-
 Optimizers = Optimizer | Sequence[Optimizer]
 
 

@@ -18,8 +18,6 @@ from dphero.mechanism import published
 from dphero.noise import FastNoise, NoiseSource, OwnNoise, SecureNoise
 from dphero.sampling import Lots, PoissonSampler, Sampler, ShuffleSampler, dataset_of, public_lot, public_rate
 
-__all__ = ["LotPlan", "hashed_key", "noise_and_lot_key", "plan_lots"]
-
 
 @dataclass(frozen=True)
 class LotPlan:

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Curves"]
-
 
 class Curves:
     """Writes every evaluation of a run; does nothing where TensorBoard is missing.

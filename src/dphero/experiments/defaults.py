@@ -14,8 +14,6 @@ from dphero.methods import METHODS, make
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
-__all__ = ["DEFAULTS", "anchored", "resolve"]
-
 _ANY = {"model": "mlp", "lot": 256, "epochs": 20, "lr": 0.5, "momentum": 0.9, "clip": 0.5, "delta": 1e-5}
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {

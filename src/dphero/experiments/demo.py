@@ -20,8 +20,6 @@ from dphero.engine import PrivacyEngine
 from dphero.experiments.threads import threads_by_size
 from dphero.models import build
 
-__all__ = ["Progress", "Result", "digits", "network", "train"]
-
 EPSILON, DELTA, EPOCHS = 3.0, 1e-4, 40
 """What the settings below were chosen for."""
 LOT, LEARNING_RATE, MOMENTUM, CLIP_NORM = 512, 1.0, 0.9, 0.2

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment"]
-
 
 def environment() -> dict[str, Any]:
     """Return what a reader may want to know of the process that trains."""

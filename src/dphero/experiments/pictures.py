@@ -8,20 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "FURTHER",
-    "GREY",
-    "MARKERS",
-    "METHOD_COLOURS",
-    "ON_DARK",
-    "VERDICT_COLOURS",
-    "colours_of",
-    "end_labels",
-    "figure_of",
-    "move_apart",
-    "room_above",
-]
-
 VERDICT_COLOURS: Mapping[str, str] = {
     "sound": "#2f8f6b",
     "unproven": "#b98317",

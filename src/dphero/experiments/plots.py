@@ -15,8 +15,6 @@ from dphero.experiments.comparison.table import Row, shown_price, tabulate, to_c
 from dphero.experiments.pictures import GREY, MARKERS, colours_of, end_labels, figure_of
 from dphero.experiments.runs.files import write_text
 
-__all__ = ["mean_curve", "plot_accuracy", "plot_curves", "require_matplotlib", "save_figure"]
-
 _LEGEND_LINES = 7  # more are named at their ends
 
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupted", "stoppable"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["threads_by_size", "threads_for", "work"]
-
 _WORTH_SHARING = 5e7  # multiply-adds of a forward pass over one lot: a step of some 30 ms on one core
 
 

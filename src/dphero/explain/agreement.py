@@ -16,8 +16,6 @@ from dphero.explain.images import Images
 from dphero.explain.runs import LAST, ExplainedRun
 from dphero.explain.scores import faithfulness, is_empty, same_class, spearman, top_overlap
 
-__all__ = ["RANDOM", "Key", "Views", "agreements", "reference_group", "verdicts", "views_of"]
-
 RANDOM = "random weights"
 """The group of networks that were never trained."""
 Key = tuple[str, float | str]

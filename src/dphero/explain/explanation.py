@@ -23,8 +23,6 @@ from dphero.explain.runs import LAST, ExplainedRun, open_runs
 from dphero.explain.scores import TOP_SHARE
 from dphero.explain.trajectory import trajectories
 
-__all__ = ["Explanation", "explain"]
-
 _VERSION = 1  # of explain.json
 
 

@@ -15,16 +15,6 @@ from dphero.explain.explanation import Explanation
 from dphero.explain.images import PRIVATE_STAMP
 from dphero.explain.runs import LAST, ExplainedRun
 
-__all__ = [
-    "TITLES",
-    "all_figures",
-    "plot_agreement",
-    "plot_heatmaps",
-    "plot_heatmaps_by_epoch",
-    "plot_layers",
-    "plot_trajectory",
-]
-
 TITLES = {
     "heatmaps": "Grad-CAM heat maps of the same images at the end of each training",
     "heatmaps-epochs": "Grad-CAM heat maps of one image during each training",

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["explained_layer", "grad_cam"]
 
 _ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.Sigmoid, nn.Softplus)
 _CHUNK = 200  # images that pass through the model at a time

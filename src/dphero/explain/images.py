@@ -17,8 +17,6 @@ from dphero import data as datasets
 from dphero.data import BUILT_INS, Split
 from dphero.experiments.runs.prediction import Predictor
 
-__all__ = ["PRIVATE_STAMP", "Images", "choose"]
-
 PRIVATE_STAMP = "PRIVATE training images: shown without any protection, no ε covers this"
 """Stands on every picture of private images, and in the numbers made from them."""
 

@@ -33,8 +33,6 @@ from dphero.guidance.base import as_matrix
 from dphero.mechanism.parameters import describe
 from dphero.methods import make
 
-__all__ = ["layers_of", "noise_factor", "shares_of_noise", "spectrum_facts"]
-
 _POINTS = 32  # of a spectrum that are kept
 
 

@@ -20,8 +20,6 @@ from dphero.experiments.runs.rundir import RunDirectory
 from dphero.experiments.runs.snapshots import Snapshot, kept_files, read_snapshot, step_of
 from dphero.methods import METHODS, make
 
-__all__ = ["LAST", "ExplainedRun", "open_runs"]
-
 LAST = "last"
 """Stands for the end of a training, whichever epoch that is."""
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TOP_SHARE", "faithfulness", "is_empty", "same_class", "spearman", "top_overlap"]
-
 TOP_SHARE = 0.2
 """The share of positions that count as hottest."""
 _SHARES = 10  # steps from nothing to all in insertion and deletion

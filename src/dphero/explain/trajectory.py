@@ -17,8 +17,6 @@ from torch import Tensor
 
 from dphero.explain.runs import ExplainedRun
 
-__all__ = ["compare_paths", "trajectories"]
-
 
 def trajectories(runs: Sequence[ExplainedRun]) -> list[dict[str, Any]]:
     """Return the figures for each private run, each run without privacy that began alike, and each epoch of both."""

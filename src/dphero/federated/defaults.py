@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DEFAULTS"]
-
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "digits": {"lot": 32, "lr": 0.5, "momentum": 0.0},
     "mnist": {"lot": 256, "lr": 4.0, "momentum": 0.8},

@@ -43,8 +43,6 @@ from dphero.federated.server.app import Server
 from dphero.federated.settings import Federation
 from dphero.methods.recipe import Recipe
 
-__all__ = ["client_app", "server_app"]
-
 _THEIRS = (
     "data",
     "channels",

@@ -9,8 +9,6 @@ from dphero.experiments.runs.rundir import RunDirectory
 from dphero.federated.settings import Federation
 from dphero.methods.recipe import Recipe
 
-__all__ = ["create", "federation_of"]
-
 
 def create(path: Path, recipe: Recipe, federation: Federation) -> RunDirectory:
     """Make the directory of a new federated run.

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from dphero.federated.settings import Federation
 
-__all__ = ["counts", "dirichlet", "iid", "shards", "split"]
-
 Indices = NDArray[np.int64]
 _TRIES = 1000
 

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from dphero.experiments.plots import require_matplotlib, save_figure
 from dphero.experiments.runs.files import write_text
 
-__all__ = ["plot_partition"]
-
 _MOST_ROWS = 100
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dphero.accounting import Ledger
 
-__all__ = ["Answer", "Declined", "Request"]
-
 
 @dataclass(frozen=True)
 class Request:

@@ -10,8 +10,6 @@ from typing import Any, Literal, get_args
 
 from dphero._checks import one_of, positive, whole
 
-__all__ = ["Federation", "Partition", "Strategy", "partition_name", "public_seed"]
-
 Partition = Literal["iid", "dirichlet", "shards"]
 Strategy = Literal["fedavg", "fedprox", "scaffold", "fednova"]
 Shared = Literal["none", "generated", "distilled", "distilled-published"]

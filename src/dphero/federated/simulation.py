@@ -30,8 +30,6 @@ from dphero.federated.server.app import RoundProgress, Server
 from dphero.federated.settings import Federation, partition_name
 from dphero.methods.recipe import Recipe
 
-__all__ = ["simulate", "simulated_clients"]
-
 
 def simulate(
     directory: RunDirectory,

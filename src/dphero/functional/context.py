@@ -14,8 +14,6 @@ from dphero.functional.operation import Operation
 from dphero.gradients.batch import PieceMaker
 from dphero.gradients.piece import Piece
 
-__all__ = ["Context", "GradientSink", "OpaqueCall", "Owner"]
-
 
 class GradientSink(Protocol):
     """Takes the per-example gradients of one backward pass, of so many ``rows``."""

@@ -21,8 +21,6 @@ from torch.utils import checkpoint
 from dphero.functional.operation import take_apart
 from dphero.functional.unbatched import UnbatchedTensor
 
-__all__ = ["custom_code_followed"]
-
 logger = logging.getLogger(__name__)
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

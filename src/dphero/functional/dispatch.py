@@ -24,8 +24,6 @@ from dphero.functional.vmap import example_gradients
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import as_multiplied, widened
 
-__all__ = ["attached", "follow"]
-
 
 def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
     """Run an operation on unbatched values, which are among the tensors of its arguments."""

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["Operation", "take_apart"]
-
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 

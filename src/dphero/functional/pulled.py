@@ -19,8 +19,6 @@ from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
 
-__all__ = ["Pulled", "is_single", "pulled"]
-
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
 """Elements of gradients to handle at a time."""
 _ROUNDINGS = 32

@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece
 from dphero.gradients.outer import Outer
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
 from dphero.gradients.rows import Rows
 from dphero.numerics.precision import widened
-
-__all__ = ["PRODUCTS", "SIMPLER", "PieceRule", "piece_rules", "register_function"]
 
 PieceRule = tuple[Any, Callable[..., Piece], tuple[Tensor, ...]]
 """An unbatched argument, what makes its piece, and the tensors that this needs besides the output's gradient."""

@@ -25,8 +25,6 @@ from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import full_precision
 
-__all__ = ["CannotFollowError", "LayerOrigin", "Origin", "ParameterOrigin", "Unbatched", "UnbatchedTensor", "plain"]
-
 _LARGE = 1 << 22
 """Elements of per-example gradients, of a value and of what it is made from, above which they are not all formed."""
 

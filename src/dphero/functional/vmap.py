@@ -18,8 +18,6 @@ from dphero.functional.operation import take_apart
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.generators import RandomState
 
-__all__ = ["example_gradients", "gradients_one_by_one", "vmapped"]
-
 
 def example_gradients(
     function: Callable[..., Tensor], wanted: dict[str, Tensor], gradients: Tensor, inputs: Sequence[Tensor]

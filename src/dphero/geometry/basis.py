@@ -9,8 +9,6 @@ from torch import Tensor
 
 from dphero.numerics.transfer import to_device
 
-__all__ = ["TOLERANCE", "numbers_beside", "orthonormal", "orthonormality_defect"]
-
 TOLERANCE = 1e-4
 """Relative error allowed in whiten(colour(x)) == x."""
 

@@ -8,8 +8,6 @@ from dphero.geometry.basis import numbers_beside, orthonormal
 from dphero.geometry.factor import Factor, times
 from dphero.numerics.precision import matmul_tf32
 
-__all__ = ["Dense", "Singular"]
-
 
 class Dense(Factor):
     """A = U diag(v) U^T for a full orthonormal basis U; both k x k matrices, A and A^-1, are formed once.

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from dphero.geometry.factor import Factor, InnerProducts
 
-__all__ = ["Diagonal", "Scalar"]
-
 
 class Scalar(Factor):
     """A = scale I. Holds no tensor, so it suits every device and precision."""

@@ -16,8 +16,6 @@ from torch import Tensor
 from dphero.numerics.partial_norms import PartialNorm, square_norms
 from dphero.numerics.precision import matmul_tf32
 
-__all__ = ["Factor", "InnerProducts", "times"]
-
 
 class InnerProducts(NamedTuple):
     """What inner products of whitened vectors are made of: <A^-1 a, A^-1 b> = scale^2 (<a, b> + <near a, far b>).

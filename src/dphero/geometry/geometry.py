@@ -23,8 +23,6 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.low_rank import LowRank
 
-__all__ = ["Geometry", "factor_from_state", "identity"]
-
 
 @dataclass(frozen=True, eq=False)
 class Geometry:

@@ -13,8 +13,6 @@ from dphero.numerics.partial_norms import PartialNorm
 from dphero.numerics.precision import matmul_tf32
 from dphero.numerics.products import short_parts, thin_product
 
-__all__ = ["LowRank"]
-
 _ROUNDINGS = 4  # times the square root of the terms: units of the last place that a product may lose
 _CANCELLING = 4  # times as much as a product alone does s x + U (...) U^T x lose where the two nearly cancel
 

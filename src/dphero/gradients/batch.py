@@ -11,8 +11,6 @@ from torch import Tensor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece
 
-__all__ = ["GradientBatch", "PieceMaker"]
-
 PieceMaker = Callable[..., dict[str, Piece]]
 """``(output_gradient, *saved) -> {parameter name: piece}``, every tensor with the batch axis first."""
 

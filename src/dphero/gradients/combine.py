@@ -13,8 +13,6 @@ from dphero.gradients.piece import Explicit, Piece, whitened, whitened_squares
 from dphero.gradients.rows import Rows
 from dphero.numerics.products import product, rounded_weights
 
-__all__ = ["combine"]
-
 
 def combine(pieces: Sequence[Piece]) -> Piece:
     """Return one piece whose per-example gradients are the sums of those of ``pieces``.

@@ -15,14 +15,12 @@ from torch.backends import cudnn
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.gram import gram_of, gram_rounding, inner_products
-from dphero.gradients.patches import GPU_BUFFER, ConvolutionArguments, Patches, convolution_arguments
+from dphero.gradients.patches import GPU_BUFFER, ConvolutionArguments, Patches
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import at_least_single, conv_tf32, matmul_tf32, widened
 from dphero.numerics.products import product
-
-__all__ = ["Convolution", "ConvolutionArguments", "conv_piece", "convolution_arguments"]
 
 _FEW = 1 << 20
 """Elements of gradients whose norms are taken all together: they are still in some cache when the last is formed."""

@@ -28,8 +28,6 @@ from dphero.numerics.products import (
     square_product,
 )
 
-__all__ = ["GramNorms", "gram_norms", "gram_of", "gram_rounding", "inner_products"]
-
 _MOST, _FEWEST = 2, 64
 """How often positions are halved at most, and how many are left in a block at least: blocks cost operations."""
 

@@ -14,8 +14,6 @@ from dphero.numerics.partial_norms import PartialNorm, rank_one_norms, square_no
 from dphero.numerics.precision import at_least_single, widened
 from dphero.numerics.products import WEIGHT_ROUNDING, aligned, multiplied_short, product, weighted_in_two
 
-__all__ = ["Bias", "Outer"]
-
 
 class Outer(Piece):
     """A sum of outer products: g_i = Σ_t left_it right_itᵀ, seen as a matrix of shape (k, m).

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from dphero.numerics.products import product
 
-__all__ = ["GPU_BUFFER", "ConvolutionArguments", "Patches", "convolution_arguments"]
-
 _CPU_BUFFER = 1 << 18
 """Elements of patches, or of gradients, that each thread of a CPU works on at once: they stay in its cache."""
 GPU_BUFFER = 1 << 26

@@ -26,8 +26,6 @@ from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.numerics.precision import matmul_tf32, widened
 
-__all__ = ["Explicit", "Piece", "by_example", "join", "weighted_rows", "whitened", "whitened_squares"]
-
 
 class Piece(ABC):
     """What one call adds to the per-example gradients of one parameter."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Explicit, Piece, by_example
 
-__all__ = ["pool"]
-
 
 class _Pooled(Piece):
     """A slice of many small explicit gradients that are handled as one."""

@@ -11,8 +11,6 @@ from dphero.gradients.gram import GramNorms, gram_norms, inner_products
 from dphero.gradients.piece import Piece, join, whitened_squares
 from dphero.numerics.precision import widened
 
-__all__ = ["Rows"]
-
 
 class Rows(Piece):
     """Rows of a table: g_i = Σ_t e_{index_it} right_itᵀ, the gradient of an embedding.

@@ -13,8 +13,6 @@ from torch import nn
 
 from dphero.hooks.snapshot import buffer_name
 
-__all__ = ["BufferVersions", "ModelTables", "written_between"]
-
 BufferVersions = dict[tuple[str, str], tuple[int, int]]
 """Path of a module and name of its buffer, to which tensor it is and how often that was written."""
 

@@ -15,8 +15,6 @@ from torch._compile import _disable_dynamo
 
 from dphero.layers import Rule, find_rule
 
-__all__ = ["HookedModule", "Slot", "eager", "find_hooked_modules", "replace_forward", "swapped"]
-
 Slot = tuple[dict[str, nn.Parameter | None], str]
 """Where a module keeps a parameter."""
 

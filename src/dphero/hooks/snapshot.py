@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from dphero.numerics.generators import RandomState, seed_generators
 
-__all__ = ["ModelSnapshot", "buffer_name", "same"]
-
 
 class ModelSnapshot:
     """The state of a model, and what puts it back after a run.

@@ -18,8 +18,6 @@ from dphero.gradients.pool import pool
 from dphero.numerics.partial_norms import PartialNorm, rank_one_norms
 from dphero.numerics.precision import full_precision
 
-__all__ = ["Tape"]
-
 _SMALL = 4096
 """Parameters up to this size are pooled: on them, the number of operations costs more than the arithmetic."""
 

@@ -19,8 +19,6 @@ from dphero.numerics.precision import widened
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
-__all__ = ["TappedCall"]
-
 
 class TappedCall:
     """What a layer rule works with (:class:`~dphero.layers.call.LayerCall`)."""

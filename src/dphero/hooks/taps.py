@@ -34,8 +34,6 @@ from dphero.hooks.tape import Tape
 from dphero.hooks.tapped_call import TappedCall
 from dphero.numerics.trees import tree_flatten, tree_map
 
-__all__ = ["Examine", "Replay", "Taps"]
-
 Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], AxisPlan]
 """Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
 

@@ -15,8 +15,6 @@ from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.precision import as_multiplied, widened
 
-__all__ = ["multihead_attention"]
-
 
 @register(nn.MultiheadAttention)
 def multihead_attention(

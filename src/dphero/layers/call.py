@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from dphero.gradients.batch import PieceMaker
 
-__all__ = ["LayerCall"]
-
 
 class LayerCall(Protocol):
     """One call of one layer.

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dphero.gradients.convolution import conv_piece, convolution_arguments
+from dphero.gradients.convolution import conv_piece
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.precision import as_multiplied, widened
-
-__all__ = ["convolution"]
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -11,8 +11,6 @@ from dphero.gradients.rows import Rows
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 
-__all__ = ["embedding", "embedding_bag"]
-
 
 @register(nn.Embedding)
 def embedding(call: LayerCall, input: Tensor) -> Tensor:

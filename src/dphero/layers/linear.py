@@ -12,8 +12,6 @@ from dphero.layers.registry import register
 from dphero.numerics.buffers import RefCountedBuffer
 from dphero.numerics.precision import as_multiplied
 
-__all__ = ["linear", "linear_pieces"]
-
 
 @register(nn.Linear)
 def linear(call: LayerCall, input: Tensor) -> Tensor:

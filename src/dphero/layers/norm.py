@@ -14,8 +14,6 @@ from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.precision import widened
 
-__all__ = ["group_norm", "instance_norm", "layer_norm", "rms_norm"]
-
 
 @register(nn.LayerNorm)
 def layer_norm(call: LayerCall, input: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from dphero.layers.call import LayerCall
 from dphero.layers.linear import linear_pieces
 from dphero.layers.registry import register
 
-__all__ = ["recurrent", "recurrent_cell"]
-
 
 @register(nn.RNN, nn.GRU, nn.LSTM)
 def recurrent(call: LayerCall, input: Tensor, hx: Any = None) -> Any:

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from dphero.layers.call import LayerCall
 
-__all__ = ["Rule", "find_rule", "followed", "register"]
-
 Rule = Callable[..., Any]
 """``rule(call, *args, **kwargs)``: see :mod:`dphero.layers`."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SEEDED", "Card"]
-
 SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 """A note for the privacy statement."""
 

@@ -24,8 +24,6 @@ from dphero.methods.card import Card
 from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
 
-__all__ = ["METHODS", "Method", "make", "register"]
-
 
 class Method(ABC):
     """A way to train. Subclasses are frozen dataclasses; their fields are the method's own options.

@@ -18,8 +18,6 @@ from dphero._checks import closest, one_of, positive, whole, whole_or_auto
 from dphero._files import read_bytes
 from dphero._imports import names_code
 
-__all__ = ["Recipe", "code_named", "load", "merge", "parse", "require_trust"]
-
 Optimizer = Literal["sgd", "adam"]
 _LEAST, _MOST = 1e-12, 1e12  # beyond, float32 has no digits left for what is computed with them
 

@@ -11,8 +11,6 @@ from torch.utils.data import TensorDataset
 
 from dphero.methods.recipe import Recipe
 
-__all__ = ["Task"]
-
 
 @dataclass(frozen=True)
 class Task:

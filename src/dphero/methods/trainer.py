@@ -15,8 +15,6 @@ from dphero.accounting import Ledger, Price, Statement, price, statement
 from dphero.methods.card import Card
 from dphero.methods.task import Task
 
-__all__ = ["Step", "Trainer", "extra_of", "gradients_of"]
-
 
 @dataclass(frozen=True)
 class Step:

@@ -12,8 +12,6 @@ from dphero._checks import closest
 from dphero._imports import call_named
 from dphero.models import features, plain, wide_resnet
 
-__all__ = ["MODELS", "NAMES", "Entry", "build"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -10,16 +10,6 @@ from dphero.models.plain import flattened
 from dphero.models.scattering import MAPS, Scattering
 from dphero.models.synthetic import Joined, Mirrored, Stages, Whitened
 
-__all__ = [
-    "FeatureModel",
-    "Piecemeal",
-    "learned_linear",
-    "scatter_cnn",
-    "scatter_linear",
-    "scatter_mirrored",
-    "scatter_whitened",
-]
-
 _GROUPS = 27
 _ROWS = 256
 

@@ -8,8 +8,6 @@ from math import prod
 import torch
 from torch import nn
 
-__all__ = ["cifar_cnn", "digits", "flattened", "lenet", "mlp", "tanh_cnn", "tutorial_cnn"]
-
 
 def mlp(shape: Sequence[int], classes: int) -> nn.Module:
     """Return a perceptron with one hidden layer of 128 tanh units."""

@@ -18,8 +18,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MAPS", "Scattering"]
-
 ANGLES = 8
 MAPS = 1 + 2 * ANGLES + ANGLES**2
 """Feature maps for each channel of the image."""

@@ -16,8 +16,6 @@ from torch import Generator, Tensor, nn
 from dphero.guidance.prior.processes import PROCESSES
 from dphero.models.wide_resnet import wide_resnet
 
-__all__ = ["Joined", "Mirrored", "Stages", "Whitened", "synthetic_images"]
-
 _IMAGES = 1024
 _FLOOR = 0.03  # of the mean eigenvalue
 _LEAST_SCALE = 0.05  # of the mean

@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from dphero._checks import one_of
 from dphero.geometry.diagonal import Scalar
 from dphero.geometry.geometry import Geometry, identity
-from dphero.gradients.convolution import Convolution, convolution_arguments
+from dphero.gradients.convolution import Convolution
+from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.precision import as_multiplied, matmul_tf32
 from dphero.numerics.products import product
-
-__all__ = ["StandardisedConv2d", "wide_resnet"]
 
 _EPSILON = 1e-4
 _GROUPS = 16  # of each group norm

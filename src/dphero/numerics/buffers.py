@@ -15,8 +15,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["RefCountedBuffer", "ReusableBuffer"]
-
 _LARGE = 1 << 22
 """Bytes below which C's own allocator uses memory again anyway."""
 _SOME = 1 << 20

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["distinct_numbers", "is_short", "largest_gap", "nearly_equal"]
-
 
 def largest_gap(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Return the largest difference between entries, and the largest finite entry of the first tensor.

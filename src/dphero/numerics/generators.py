@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["RandomState", "generators_restored", "seed_generators", "torch_generators"]
-
 
 def torch_generators(own: Sequence[torch.Generator] = ()) -> list[torch.Generator]:
     """Return torch's generators: of the CPU, of GPUs in use, and those that are given."""

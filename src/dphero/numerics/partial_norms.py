@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_SQUARE", "PartialNorm", "rank_one_norms", "square_norms"]
-
 LEAST_SQUARE = 2.0**-70
 """What the square norm of a factor counts as at least.
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["as_multiplied", "at_least_single", "conv_tf32", "full_precision", "matmul_tf32", "widened"]
-
 T = TypeVar("T")
 _AS_EVER = nullcontext()
 

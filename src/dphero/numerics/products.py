@@ -15,22 +15,6 @@ from torch import Tensor
 
 from dphero.numerics.precision import at_least_single, matmul_tf32
 
-__all__ = [
-    "ALIGNED",
-    "PARTING_ERROR",
-    "WEIGHT_ROUNDING",
-    "aligned",
-    "multiplied_short",
-    "on_tensor_cores",
-    "product",
-    "rounded_weights",
-    "short_parts",
-    "square_product",
-    "thin_product",
-    "weighted_in_two",
-]
-
-
 WEIGHT_ROUNDING = 2.0**-8
 """By how much :func:`weighted_in_two` may round a weight up, relatively."""
 

@@ -7,8 +7,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Fetched", "grouped", "sent", "to_device"]
-
 _CPU = torch.device("cpu")
 _Piece = tuple[list[int], Tensor]
 """Several tensors in one, and their numbers."""

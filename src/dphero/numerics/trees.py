@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.utils import _pytree
 
-__all__ = ["tree_flatten", "tree_map", "tree_unflatten"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Record:

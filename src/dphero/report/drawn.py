@@ -16,8 +16,6 @@ from dphero.experiments.reproduction.settings import UNSOUND
 from dphero.experiments.runs.files import read_json
 from dphero.report.markup import Html, join, table, tag
 
-__all__ = ["Explained", "Pictures", "Reproduced", "heat_maps", "read_explained", "read_reproduced", "reproduced"]
-
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SCORES = {"spearman": "Spearman", "iou": "IoU, top 20 %", "same_class": "same class"}
 _YARDSTICK = "to compare with"

@@ -9,8 +9,6 @@ from functools import lru_cache
 from dphero.accounting import Ledger, TradeOff, UnpriceableError, trade_off
 from dphero.report.read import Run
 
-__all__ = ["RATES", "Gain", "gain_of", "worst_gain"]
-
 RATES = (0.001, 0.01)
 """The rates of false positives at which the gain is told."""
 

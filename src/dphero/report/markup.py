@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["Html", "join", "script_json", "table", "tag"]
-
 _TWO_COLUMNS = 8  # lines of names and values from which there are two beside each other
 _MOST_WHOLE = 16  # lines of a table that is printed on one page
 _MOST_STACKED = 8  # columns of a table whose lines a phone shows as cards

@@ -24,8 +24,6 @@ from dphero.report.markup import Html, join, script_json, tag
 from dphero.report.read import Material
 from dphero.report.summary import summary
 
-__all__ = ["Report", "build", "write"]
-
 
 @dataclass(frozen=True)
 class Report:

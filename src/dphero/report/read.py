@@ -23,8 +23,6 @@ from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
 from dphero.report.drawn import Explained, Reproduced, read_explained, read_reproduced
 
-__all__ = ["Material", "Partition", "Problem", "Run", "read"]
-
 _RESULT = (
     "accuracy", "epsilon", "delta", "steps", "is_bound", "accountant", "other_prices", "noise_multiplier", "seconds",
 )  # fmt: skip

@@ -16,10 +16,6 @@ from dphero.report.read import Material, Problem, Run
 from dphero.report.summary import badge
 from dphero.report.words import explain_epsilon, verdict
 
-__all__ = [
-    "environment", "figure", "gains", "problems", "promises", "recipe", "reproduce",
-]  # fmt: skip
-
 _MANY = 12  # of more, a list is folded
 _FEW = 6  # statements that are printed whole
 _ONE_RUN = ("started", "command")  # of an environment; a command, which old runs kept, may name a seed

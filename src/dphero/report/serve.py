@@ -21,8 +21,6 @@ from dphero.experiments.reproduction.items import ITEMS
 from dphero.report.page import Report, build
 from dphero.report.read import read
 
-__all__ = ["LiveServer"]
-
 _HOST = "127.0.0.1"
 _WATCHED = (
     "recipe.toml", "plan.json", "table.json", "metrics.jsonl", "ledger.json", "result.json", "statement.txt",

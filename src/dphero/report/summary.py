@@ -12,8 +12,6 @@ from dphero.report.markup import Html, join, table, tag
 from dphero.report.read import Material, Run
 from dphero.report.words import Verdict, accuracy, epsilon, explain_epsilon, explain_gain, percent, setting, verdict
 
-__all__ = ["badge", "outcomes", "run_card", "summary"]
-
 _MANY = 12  # settings; the table of more is folded
 _PRINTED = 60  # settings that are unfolded on paper
 

@@ -12,8 +12,6 @@ from dphero.experiments.comparison.table import Row, shown_price
 from dphero.report.gain import RATES, Gain
 from dphero.report.read import Run
 
-__all__ = ["Verdict", "accuracy", "epsilon", "explain_epsilon", "explain_gain", "percent", "verdict"]
-
 _TELLING = 100.0  # factors above this are no comfort
 
 

@@ -8,8 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CudaMemory", "Memory", "memory_of"]
-
 
 class Memory(Protocol):
     """Measures what one batch after another takes."""

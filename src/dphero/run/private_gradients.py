@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from dphero.checks.optimizers import with_closure_evaluated
 from dphero.sampling import Lots
 
-__all__ = ["PrivateGradients", "require_free"]
-
 
 def require_free(module: nn.Module) -> None:
     """Raise ``ValueError`` if a parameter of the module is being trained privately already."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from dphero.run.memory import Memory, memory_of
 
-__all__ = ["FixedRows", "MeasuredRows", "RowLimit", "make_row_limit"]
-
 logger = logging.getLogger(__name__)
 
 _ON_A_CPU = 256

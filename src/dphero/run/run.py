@@ -25,8 +25,6 @@ from dphero.run.row_limit import RowLimit
 from dphero.run.same_run import filter_of, optimizer_classes, require_same_run
 from dphero.sampling import Lots, PhysicalBatch, Sampler
 
-__all__ = ["Run"]
-
 
 class Run:
     """Ties taps, lots, mechanism and optimizers together.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from dphero.accounting import Budget
     from dphero.run.run import Run
 
-__all__ = ["filter_of", "optimizer_classes", "require_same_run"]
-
 
 def optimizer_classes(optimizers: Sequence[Optimizer]) -> list[str]:
     """Return the names of the optimizers' classes."""

@@ -21,8 +21,6 @@ from dphero.accounting import Event, Ledger, price
 from dphero.accounting.numerics.curves import gaussian_epsilon, self_compose
 from dphero.audit.bounds.statistics import Evidence
 
-__all__ = ["Claim", "claim_of_ledger", "claim_of_prices"]
-
 _FINE, _POINTS = 1e-3, 1.5e3  # the grid of privacy losses: this fine, unless it would have more points than that
 _DELTAS = (1e-9, 1e-7, *np.geomspace(1e-6, 0.5, 30), *np.linspace(0.52, 0.98, 24))
 

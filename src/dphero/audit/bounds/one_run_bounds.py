@@ -21,8 +21,6 @@ from dphero.accounting.numerics.curves import gaussian_epsilon
 from dphero.audit.bounds.claims import Claim
 from dphero.audit.bounds.statistics import SHARES, guesses_of
 
-__all__ = ["Bound", "curve_bound", "curve_refuted", "pair_bound"]
-
 Array = NDArray[np.float64]
 
 _HALVINGS = 9

@@ -16,19 +16,6 @@ from numpy.typing import NDArray
 from scipy import stats
 from scipy.special import ndtr, ndtri
 
-__all__ = [
-    "SHARES",
-    "Errors",
-    "Evidence",
-    "Separation",
-    "guesses_of",
-    "guessing_bound",
-    "guessing_p_value",
-    "lower_rate",
-    "separate",
-    "upper_rate",
-]
-
 Array = NDArray[np.float64]
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from dphero.audit.bounds.claims import Claim
 from dphero.audit.bounds.statistics import Evidence, separate
 
-__all__ = ["Audit", "Release", "audit"]
-
 
 class Release(Protocol):
     """Anything that can be audited: makes one release and returns what an attacker makes of it.

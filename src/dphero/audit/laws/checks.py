@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Check", "judge"]
-
 
 @dataclass(frozen=True)
 class Check:

@@ -14,8 +14,6 @@ from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 from dphero.accounting import Event, Gaussian, Ledger, PoissonGaussian, ShuffledGaussian
 from dphero.audit.laws.checks import Check
 
-__all__ = ["independent_epsilon", "price_check"]
-
 _TOLERANCE = 5e-3
 """Relative: grids differ. Pricing at twice δ makes a difference of some 3 %."""
 _FINE, _POINTS, _COARSEST = 1e-4, 1e5, 1.0

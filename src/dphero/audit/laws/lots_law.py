@@ -10,8 +10,6 @@ from scipy import stats
 
 from dphero.audit.laws.checks import Check
 
-__all__ = ["poisson_checks", "shuffle_checks"]
-
 _LAGS = 10
 
 

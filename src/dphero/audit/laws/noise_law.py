@@ -17,8 +17,6 @@ from scipy import stats
 
 from dphero.audit.laws.checks import Check
 
-__all__ = ["NoiseRecord", "grid_check", "last_bits_check", "noise_checks"]
-
 Array = NDArray[np.float64]
 
 _KEPT = 512

@@ -27,8 +27,6 @@ from dphero.audit.settings import Settings
 from dphero.geometry.geometry import Geometry
 from dphero.mechanism.release import Mechanism
 
-__all__ = ["look_inside"]
-
 _RECORDS, _RATE = 64, 0.25
 _PLAIN = 64
 """Releases of an engine without a shape."""

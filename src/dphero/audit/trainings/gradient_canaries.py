@@ -18,8 +18,6 @@ from dphero.audit.bounds.claims import claim_of_ledger
 from dphero.audit.settings import Settings
 from dphero.audit.trainings.one_run import Scored
 
-__all__ = ["GradientCanaries", "room"]
-
 
 def _plain(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)

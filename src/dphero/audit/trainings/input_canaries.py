@@ -12,8 +12,6 @@ from torch import Tensor
 from dphero.audit.trainings.one_run import Scored
 from dphero.audit.trainings.training import Absent, Train, losses
 
-__all__ = ["InputCanaries"]
-
 _IGNORED = -100  # the label without a loss, in PyTorch's cross-entropy: the gradient of its record is zero
 
 

@@ -22,8 +22,6 @@ from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
 from dphero.models import build
 
-__all__ = ["TrainingRelease", "audit_method"]
-
 RECORDS, STEPS = 32, 2
 _SHAPE, _CLASSES = (1, 8, 8), 10
 _FIRST_SEED = 1 << 41  # far from those of other engines in an audit, which must not have their noise

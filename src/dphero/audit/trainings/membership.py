@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from dphero.audit.trainings.training import Train, confidence, losses
 
-__all__ = ["Roc", "lira", "loss_attack"]
-
 Array = NDArray[np.float64]
 
 

@@ -19,8 +19,6 @@ from dphero.audit.bounds.claims import Claim
 from dphero.audit.bounds.one_run_bounds import Bound, curve_bound, curve_refuted, pair_bound
 from dphero.audit.bounds.statistics import guessing_bound
 
-__all__ = ["CanaryTraining", "OneRun", "Scored", "audit_one_run"]
-
 
 @dataclass(frozen=True, eq=False)
 class OneRun:

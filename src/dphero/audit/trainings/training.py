@@ -17,8 +17,6 @@ from dphero.methods import METHODS, Task, make
 from dphero.methods.recipe import Recipe
 from dphero.models import FeatureModel
 
-__all__ = ["Absent", "MethodTraining", "Train", "Trained", "absence", "confidence", "losses"]
-
 Absent = Literal["nothing", "blank", "label"]
 """What stands for a canary that is "out": nothing; a blank record, where the number of records is public; or the canary
 with another label, where labels alone are protected."""

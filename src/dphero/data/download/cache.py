@@ -20,8 +20,6 @@ from typing import Literal
 from dphero._files import open_for_lock, read_bytes
 from dphero.data.catalog import BuiltIn
 
-__all__ = ["directory", "install", "leftovers", "read", "staging", "state"]
-
 if sys.platform != "win32":
     import fcntl
 

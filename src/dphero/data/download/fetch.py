@@ -9,8 +9,6 @@ from dphero.data.catalog import BuiltIn, find
 from dphero.data.download import cache, sources
 from dphero.data.files import layouts
 
-__all__ = ["Got", "get"]
-
 
 @dataclass(frozen=True)
 class Got:

@@ -21,8 +21,6 @@ from typing import Any
 
 from dphero.data.catalog import BuiltIn, Package
 
-__all__ = ["Report", "SourceFailed", "mirror", "package"]
-
 Report = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is (bytes; 0 if unknown)."""
 

@@ -14,8 +14,6 @@ from dphero.data.dataset import Data, is_text
 from dphero.data.files.own import from_arrays
 from dphero.data.files.pictures import ENDINGS, grey_or_rgb
 
-__all__ = ["HELD_OUT", "from_folder", "is_held_out"]
-
 HELD_OUT = 0.2
 """The share of images held out for testing where a folder does not say which."""
 

@@ -23,8 +23,6 @@ import numpy as np
 from dphero.data.catalog import BuiltIn
 from dphero.data.files import npz
 
-__all__ = ["accepted", "find"]
-
 _DEPTH = 5  # folders below the given one: enough for every tool's habit, and no walk through a whole disk
 _BATCH = 10_000  # images in one file of CIFAR-10
 _Reader = Callable[[Path], dict[str, bytes]]

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["read"]
-
 _IMAGES, _LABELS = ("x", "images", "image", "data"), ("y", "labels", "label", "targets")
 
 

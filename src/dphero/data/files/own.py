@@ -15,8 +15,6 @@ from dphero._imports import call_named
 from dphero.data.dataset import Data, Split
 from dphero.data.files import npz
 
-__all__ = ["from_arrays", "from_function", "from_npz"]
-
 
 def from_arrays(
     name: str,

@@ -12,8 +12,6 @@ from dphero.experiments.comparison.table import Row, save_table, tabulate
 from dphero.experiments.plots import plot_accuracy, plot_curves, require_matplotlib
 from dphero.experiments.stopping import Interrupted
 
-__all__ = ["compare", "summarise"]
-
 
 def compare(
     plan: Sequence[Planned],

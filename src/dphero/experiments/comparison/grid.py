@@ -24,8 +24,6 @@ from dphero.experiments.defaults import resolve
 from dphero.methods import METHODS, Task, make
 from dphero.methods.recipe import Recipe
 
-__all__ = ["check", "grid", "matched_noise", "parse_variations", "value_of"]
-
 _OWN_OPTION = {"method": "--methods", "epsilon": "--epsilons", "seed": "--seeds"}
 _PRIVATE_ONLY = ("noise_multiplier", "delta", "clip", "clipping", "guidance", "mechanism", "accountant", "secure")
 

@@ -15,8 +15,6 @@ from dphero.experiments.runs.files import read_json, to_json, write_text
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
-__all__ = ["Planned", "load_plan", "save_plan"]
-
 _VERSION = 2  # of plan.json: sealed
 
 

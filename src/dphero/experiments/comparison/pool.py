@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dphero.experiments.comparison.plan import Planned
     from dphero.experiments.comparison.sweep import State
 
-__all__ = ["Pool", "default_workers", "threads_each"]
 
 _TAIL = 400  # characters of a log that an error shows
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from dphero.experiments.comparison.plan import Planned
     from dphero.experiments.comparison.sweep import State
 
-__all__ = ["RayPool"]
 
 _CONNECT_SECONDS = 10
 _OBJECT_STORE_BYTES = 100 << 20  # tasks exchange names and errors; Ray would take a third of the memory

@@ -22,8 +22,6 @@ from dphero.experiments.comparison.pool import Pool, default_workers
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.experiments.stopping import Interrupted, stoppable
 
-__all__ = ["Outcome", "Standing", "State", "outcomes", "sweep"]
-
 _RESULT = ("accuracy", "epsilon", "steps", "seconds", "is_bound", "accountant", "other_prices")  # what tables show
 
 

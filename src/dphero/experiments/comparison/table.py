@@ -16,19 +16,6 @@ from dphero.experiments.comparison.sweep import Outcome
 from dphero.experiments.runs.files import to_json, write_text
 from dphero.methods import METHODS, Card
 
-__all__ = [
-    "Row",
-    "as_dicts",
-    "cells",
-    "markdown",
-    "method_cells",
-    "notes",
-    "remark",
-    "save_table",
-    "tabulate",
-    "to_csv",
-]
-
 
 @dataclass(frozen=True)
 class Row:

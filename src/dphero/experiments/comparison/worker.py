@@ -31,8 +31,6 @@ from dphero.experiments.stopping import Interrupted
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
-__all__ = ["train_run"]
-
 _REPORT_SECONDS = 0.2
 _PATIENCE_SECONDS = 60.0  # for a worker of a comparison that was killed: it saves first
 

@@ -8,8 +8,6 @@ from dphero.experiments.frontier.table import Figure, figures
 from dphero.experiments.pictures import GREY, METHOD_COLOURS, figure_of
 from dphero.experiments.plots import require_matplotlib
 
-__all__ = ["draw"]
-
 
 def draw(path: Path) -> None:
     """Draw the best figures measured here and those published, a panel for each data set; the suffix says the format.

@@ -8,8 +8,6 @@ from typing import Any
 from dphero._checks import closest
 from dphero.methods import recipe as recipes
 
-__all__ = ["NAMES", "described", "named"]
-
 _FOLDER = files(__package__) / "recipes"
 
 NAMES = tuple(sorted(each.name.removesuffix(".toml") for each in _FOLDER.iterdir() if each.name.endswith(".toml")))

@@ -11,8 +11,6 @@ from dphero.experiments.pictures import METHOD_COLOURS, figure_of
 from dphero.experiments.plots import save_figure
 from dphero.experiments.reproduction.settings import METHOD_TITLES, PUBLISHED
 
-__all__ = ["finish", "grid", "line"]
-
 _STYLES: Mapping[str, str] = {"sgd": "--", "dp-sgd": "-", "dp-hero": "-", PUBLISHED: ":"}
 _MARKERS: Mapping[str, str] = {"sgd": "", "dp-sgd": "s", "dp-hero": "o", PUBLISHED: "x"}
 

@@ -22,8 +22,6 @@ from dphero.experiments.reproduction.figures.curves import Curves
 from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import Size
 
-__all__ = ["ITEMS", "Item", "find"]
-
 
 @dataclass(frozen=True)
 class Item:

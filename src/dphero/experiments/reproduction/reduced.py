@@ -10,8 +10,6 @@ from dataclasses import replace
 from dphero import data
 from dphero.data import Data, Split
 
-__all__ = ["cifar10", "mnist"]
-
 
 def mnist() -> Data:
     """MNIST with the first 2,000 test images."""

@@ -16,9 +16,6 @@ from dphero.experiments.runs.files import to_json, write_text
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import METHODS
 
-__all__ = ["PRICED", "Report", "brief", "markdown", "prices", "remark", "save", "shown"]
-
-
 PRICED = (
     "'true ε' of sound methods is a proven upper bound. That of the published recipe is what a Rényi filter of fixed "
     "order charges for the noise of its weakest direction: no proven bound, and at such sizes larger than need be. "

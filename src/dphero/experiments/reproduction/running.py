@@ -15,8 +15,6 @@ from dphero.experiments.reproduction.items import find
 from dphero.experiments.reproduction.report import Report, save
 from dphero.experiments.reproduction.settings import Size
 
-__all__ = ["Reproduced", "reproduce"]
-
 
 @dataclass(frozen=True)
 class Reproduced:

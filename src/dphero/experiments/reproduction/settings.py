@@ -13,24 +13,6 @@ from dphero.experiments.comparison.plan import Planned
 from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
 
-__all__ = [
-    "DELTAS",
-    "LOTS",
-    "METHOD_TITLES",
-    "PRIVATE",
-    "PUBLISHED",
-    "QUICK_SEEDS",
-    "RATES",
-    "SEEDS",
-    "SIGMAS",
-    "UNSOUND",
-    "Setting",
-    "Size",
-    "Source",
-    "noise_for",
-    "planned",
-]
-
 SIGMAS = (0.5, 1.0, 3.0, 5.0, 7.0, 10.0)
 LOTS = (10, 50, 200, 400)
 RATES = (0.1, 0.2)

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from dphero.data import Split
 from dphero.models import FeatureModel
 
-__all__ = ["CHUNK", "Evaluation", "features"]
-
 CHUNK = 500
 """Images that pass through a model at a time: on a CPU more would leave its cache."""
 

@@ -13,21 +13,6 @@ from typing import Any
 
 from dphero._files import DamagedFile, open_for_append, open_json, read_bytes, write_atomically
 
-__all__ = [
-    "OF_FILES",
-    "append_line",
-    "digests",
-    "evaluations",
-    "evaluations_until",
-    "outcome",
-    "parse_json",
-    "parse_lines",
-    "read_json",
-    "sha256",
-    "to_json",
-    "write_text",
-]
-
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
     """Write a text file, whole or not at all; a private one is for its owner's eyes only."""

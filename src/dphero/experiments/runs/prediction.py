@@ -22,8 +22,6 @@ from dphero.data.files.pictures import ENDINGS, grey_or_rgb
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods import make
 
-__all__ = ["Input", "Prediction", "Predictor"]
-
 _CHUNK = 1000  # inputs that pass through the model at a time
 
 

@@ -13,8 +13,6 @@ from dphero.methods import Task, make
 from dphero.methods.recipe import Recipe
 from dphero.models import FeatureModel
 
-__all__ = ["prepare"]
-
 
 def prepare(recipe: Recipe, data: Data | None = None) -> tuple[Task, Data]:
     """Load the data to the device, once, and build the model.

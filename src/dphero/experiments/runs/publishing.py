@@ -20,8 +20,6 @@ from dphero.experiments.runs.files import parse_json, sha256, to_json
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.methods.recipe import Recipe
 
-__all__ = ["publish"]
-
 _WHY = {
     "model.safetensors": "the trained weights: what the guarantee is about",
     "model.json": "the network, the shape of its inputs and the names of its classes, all of them declared public",

@@ -44,8 +44,6 @@ from dphero.experiments.runs.weights import read_weights, write_weights
 from dphero.methods import recipe as recipes
 from dphero.methods.recipe import Recipe
 
-__all__ = ["Busy", "RunDirectory"]
-
 logger = logging.getLogger(__name__)
 
 _MAY_CHANGE = ("data", "device", "cuda_graphs")  # where it is: what the data holds is compared by its digest

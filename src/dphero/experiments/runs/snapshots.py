@@ -24,7 +24,6 @@ from dphero._files import DamagedFile, open_safetensors, read_bytes, seal_safete
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["FOLDER", "Snapshot", "kept_files", "kept_steps", "read_snapshot", "save_snapshot", "step_of"]
 
 FOLDER = "snapshots"
 """The folder of a run that holds them."""

@@ -23,8 +23,6 @@ from dphero.experiments.stopping import Interrupted, stoppable
 from dphero.experiments.threads import threads_by_size
 from dphero.methods import Step, Trainer, extra_of, make
 
-__all__ = ["Progress", "train"]
-
 _PRICING_SHARE = 0.01  # of the time, at most, is spent on the live ε: computing it costs as much as several steps
 _RESULT = ("accuracy", "epsilon", "delta", "steps", "method", "is_bound", "seconds", "other_prices")  # what is shown
 

@@ -8,8 +8,6 @@ from torch import nn
 
 from dphero._files import DamagedFile, write_atomically
 
-__all__ = ["read_weights", "write_weights"]
-
 
 def write_weights(path: Path, model: nn.Module) -> None:
     """Write a model's weights, whole or not at all.

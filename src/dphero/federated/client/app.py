@@ -14,8 +14,6 @@ from dphero.data import Split
 from dphero.federated.client.training_round import Client, spent
 from dphero.federated.requests import Declined, Request
 
-__all__ = ["make_client_app"]
-
 logger = logging.getLogger(__name__)
 
 

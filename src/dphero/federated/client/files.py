@@ -33,8 +33,6 @@ from dphero._files import write_atomically as write
 from dphero.accounting import Ledger
 from dphero.data import Split
 
-__all__ = ["ClientFiles", "ClientState"]
-
 _VERSION = 1
 
 

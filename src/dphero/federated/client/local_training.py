@@ -20,8 +20,6 @@ from dphero.methods import Task, Trainer, make
 from dphero.methods.on_engine.sgd import SGDTrainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
-__all__ = ["train_round"]
-
 _ADD_UP = (PoissonGaussian, AdaptiveGaussian, NoNoise)
 """Events of one round that are no concern of another's. (A shuffled epoch is: a second one of its number is free.)"""
 

@@ -29,8 +29,6 @@ from dphero.methods import METHODS, Task
 from dphero.methods.on_engine.sgd import SGD
 from dphero.methods.recipe import Recipe
 
-__all__ = ["Answer", "Client", "Declined", "Request", "require_federable", "spent"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -31,8 +31,6 @@ from dphero.federated.server.strategies import make_strategy
 from dphero.federated.settings import Federation, partition_name
 from dphero.federated.sharing.shared_set import distribute, gather
 
-__all__ = ["RoundProgress", "Server"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from dphero.accounting import Ledger, PoissonGaussian
 from dphero.federated.server.rounds import Rounds
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
 
-__all__ = ["ClientLevelRounds"]
-
 
 class ClientLevelRounds(Rounds):
     """FedAvg with a ledger of its own, for whole clients."""

@@ -17,8 +17,6 @@ from dphero.federated.settings import Federation
 from dphero.federated.updates import problem_with
 from dphero.methods.recipe import Recipe
 
-__all__ = ["WEIGHT", "Roster", "Round", "Rounds"]
-
 logger = logging.getLogger(__name__)
 
 WEIGHT = "weight"  # of an update, in its metrics

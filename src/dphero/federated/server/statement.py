@@ -9,8 +9,6 @@ from dphero.federated.settings import Federation
 from dphero.methods import METHODS
 from dphero.methods.recipe import Recipe
 
-__all__ = ["client_level", "record_level"]
-
 _SCAFFOLD = {
     ("scaffold", "update"): ("SCAFFOLD's control variates follow from the updates that were sent: no further charge.",),
     ("scaffold", "gradient"): ("SCAFFOLD's control variates are a second release in every round, and are charged.",),

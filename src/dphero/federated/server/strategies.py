@@ -18,8 +18,6 @@ from dphero.federated.settings import Federation
 from dphero.federated.updates import problem_with
 from dphero.methods.recipe import Recipe
 
-__all__ = ["make_strategy"]
-
 _CONTROL = "control"  # SCAFFOLD's arrays in a message
 
 

@@ -31,8 +31,6 @@ from dphero.federated.sharing.private_training import releases, rows_of, train
 from dphero.methods.recipe import Recipe
 from dphero.noise import FastNoise, SecureNoise
 
-__all__ = ["share"]
-
 Network = TypeVar("Network", Distiller, Generator)
 
 _SLOTS = 200  # images that a client gives, of each copy

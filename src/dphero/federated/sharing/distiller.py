@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["COPIES", "Distiller"]
-
 COPIES = (0.15, 0.25)
 """Standard deviations of the noise on FedFed's two copies of x_p."""
 _RECONSTRUCTION, _SENSITIVE, _WHOLE, _DIVERGENCE = 50.0, 2.0, 0.4, 0.005

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Generator"]
-
 _KL = 1.0  # weight of the latent's divergence beside the squared error of the pixels
 
 

@@ -13,8 +13,6 @@ from dphero.accounting import Ledger
 from dphero.data import Split
 from dphero.engine import PrivacyEngine
 
-__all__ = ["releases", "rows_of", "train"]
-
 _EPOCHS, _LEARNING_RATE, _CLIP = 20, 1e-2, 1.0
 
 

@@ -15,8 +15,6 @@ from dphero.data import Split
 from dphero.federated.server.rounds import Roster
 from dphero.federated.settings import Federation
 
-__all__ = ["distribute", "gather"]
-
 logger = logging.getLogger(__name__)
 
 _FARTHEST = 1e3  # a pixel beyond it is no pixel, however noisy

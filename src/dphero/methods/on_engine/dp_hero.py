@@ -14,8 +14,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
-__all__ = ["DPHero", "DPHeroPublished"]
-
 _PAPER = "DP-Hero (arXiv 2409.03344), Revisiting Privacy-Utility Trade-off for DP Training with Pre-existing Knowledge"
 
 

@@ -28,8 +28,6 @@ from dphero.methods.trainers.head import head_of, headless, with_head
 from dphero.methods.trainers.pretraining import pretrain
 from dphero.models import FeatureModel, require_rowwise
 
-__all__ = ["DPRandP"]
-
 _CHUNK = 1000
 _BEFORE, _PROBE, _TUNE = "before", "probe", "fine-tuning"
 

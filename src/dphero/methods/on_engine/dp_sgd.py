@@ -12,8 +12,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
-__all__ = ["DPSGD"]
-
 
 @register
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel
 from dphero.noise import FastNoise, NoiseSource, SecureNoise
 
-__all__ = ["ChannelNorm", "FeatureDP", "Moments", "release_moments"]
-
 _HISTOGRAM_NOISE = 4.0  # as often the moments' noise multiplier: the histogram needs to be right to a few percent only
 _EDGES = torch.logspace(-10, 10, 81, base=2, dtype=torch.float64)  # quarter octaves
 _CHUNK = 4096

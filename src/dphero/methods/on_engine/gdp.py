@@ -13,8 +13,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
-__all__ = ["GDP"]
-
 
 class _GDPTrainer(PrivateTrainer):
     def compared_prices(self, delta: float) -> Mapping[str, Price]:

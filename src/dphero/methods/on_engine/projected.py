@@ -23,8 +23,6 @@ from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 from dphero.models import FeatureModel
 
-__all__ = ["Projected", "leading_directions"]
-
 _CHUNK = 16
 
 

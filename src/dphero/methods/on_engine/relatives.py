@@ -16,8 +16,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Trainer
 from dphero.methods.trainers.engine_trainer import PrivateTrainer
 
-__all__ = ["AdaCliP", "GeoClip", "QuantileClip"]
-
 
 def _require_free(task: Task, card: Card, field: str) -> None:
     """Refuse a recipe that makes the very choice that the method is."""

@@ -17,8 +17,6 @@ from dphero.methods.trainer import Step, Trainer, gradients_of
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
-__all__ = ["SGD", "SGDTrainer"]
-
 
 class SGDTrainer(OwnTrainer):
     """Takes steps along exact gradients."""

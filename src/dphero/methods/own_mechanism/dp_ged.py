@@ -39,8 +39,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
-__all__ = ["DPGED"]
-
 Denoise = Literal["score", "none"]
 
 _LEAST, _MOST = 0.05, 1e4  # scales that are searched; the least one that can be priced

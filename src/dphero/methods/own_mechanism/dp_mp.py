@@ -47,8 +47,6 @@ from dphero.methods.trainers.base_trainer import key_of
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, lot_key
 from dphero.sampling import ShuffleSampler
 
-__all__ = ["DPMP"]
-
 _RISE = 0.01  # accuracy that has risen less has stopped rising
 
 

@@ -37,8 +37,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
-__all__ = ["IPARF"]
-
 _ROUNDING = 1 + 1e-9  # so that a sum of equal costs does not miss its own total by a rounding error
 
 

@@ -30,8 +30,6 @@ from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.sampling import ShuffleSampler
 
-__all__ = ["LabelDP", "LabelRandomiser", "response"]
-
 _CHUNK = 1000
 _LARGEST = 34.0  # ε: e^−34 is fifteen steps of the grid that random numbers lie on
 

@@ -21,8 +21,6 @@ from typing import Literal
 from dphero.accounting import CalibrationError
 from dphero.accounting.numerics.search import safe_value
 
-__all__ = ["DECAYS", "Schedule", "relative_noise", "within"]
-
 Schedule = Literal["constant", "time", "exponential", "step", "polynomial", "validation"]
 
 DECAYS: Mapping[str, float] = {

@@ -44,8 +44,6 @@ from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
 from dphero.methods.trainers.noisy_trainer import NoisyTrainer, poisson
 
-__all__ = ["SASDP"]
-
 
 class _SearchTrainer(NoisyTrainer):
     accountants = ("filter",)

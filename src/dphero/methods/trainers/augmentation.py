@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-__all__ = ["AUGMENTATIONS", "OnViews", "random_views"]
-
 _PADDING = 4
 """Pixels by which an image of 32 is moved at most; smaller ones by as many of theirs."""
 

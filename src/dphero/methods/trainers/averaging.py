@@ -11,8 +11,6 @@ from torch import nn
 
 from dphero._checks import one_of
 
-__all__ = ["Averaging", "WeightAverage"]
-
 Averaging = Literal["late", "ema"]
 _LATE = 8.0
 _MOST = 0.9999

@@ -19,8 +19,6 @@ from dphero.methods.recipe import Recipe
 from dphero.methods.task import Task
 from dphero.methods.trainer import Step, Trainer
 
-__all__ = ["OwnTrainer", "key_of"]
-
 _MAY_CHANGE = ("data", "device", "physical_batch", "evaluate_every", "cuda_graphs")  # between two parts of a run
 
 

@@ -23,8 +23,6 @@ from dphero.methods.trainers.augmentation import OnViews, random_views
 from dphero.methods.trainers.averaging import WeightAverage
 from dphero.models import FeatureModel
 
-__all__ = ["PrivateTrainer"]
-
 _FEATURES_OF = 2048
 """Synthetic images whose features stand for those of private ones, where guidance wants that."""
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Head", "features", "head_of", "headless", "with_head"]
-
 _FLOOR = 0.01  # of the mean eigenvalue
 
 

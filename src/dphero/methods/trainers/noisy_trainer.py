@@ -24,8 +24,6 @@ from dphero.methods.trainers.base_trainer import OwnTrainer, key_of
 from dphero.noise import FastNoise, SecureNoise
 from dphero.sampling import PoissonSampler, Sampler
 
-__all__ = ["NoisyTrainer", "lot_key", "poisson"]
-
 _CHUNK = 2048  # examples that pass through the model at a time
 _SEEDED = "The random seed was chosen by the user; the guarantee holds only while it stays secret."
 

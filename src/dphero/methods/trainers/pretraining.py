@@ -24,8 +24,6 @@ from dphero.guidance.prior.processes import PROCESSES
 from dphero.methods.trainers.head import Head, features, headless
 from dphero.methods.trainers.views import view
 
-__all__ = ["pretrain"]
-
 logger = logging.getLogger(__name__)
 
 _VERSION = 2  # of what pre-training does: kept weights of another version are not used

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-__all__ = ["view"]
-
 
 def view(images: Tensor, random: Generator) -> Tensor:
     """Return each image as it might be seen another time, at half its size: a part of it, mirrored, in other light.

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
-from dphero.experiments.pictures import GREY, VERDICT_COLOURS, colours_of, move_apart
-
-__all__ = ["VERDICT_COLOURS", "Drawing", "Style", "layout", "line_ends", "line_label", "safe", "styles", "wider_below"]
+from dphero.experiments.pictures import GREY, colours_of, move_apart
 
 _RIM, _SAME = 3, 0.02  # pixels that a line shows beside one above it; values that cannot be told apart
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "pentagon", "star", "hexagon")

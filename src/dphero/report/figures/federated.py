@@ -7,8 +7,6 @@ from dphero.report.figures.drawing import Drawing, layout, safe
 from dphero.report.read import Run
 from dphero.report.words import epsilon as shown_epsilon
 
-__all__ = ["clients", "partition"]
-
 _MOST_CLIENTS = 200
 
 

@@ -12,8 +12,6 @@ from dphero.report.read import Material, Run
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
 
-__all__ = ["frontier", "seeds"]
-
 _MOST_LINES = 30
 _MOST_LABELS = 24
 _HEIGHT = 440

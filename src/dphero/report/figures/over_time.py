@@ -16,8 +16,6 @@ from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
 from dphero.report.words import percent
 
-__all__ = ["accuracy", "budget", "diagnostics", "gain"]
-
 _MOST_BANDS = 6
 _LARGE = 50.0  # an ε above this would hide all others on an even axis
 _CURVE_POINTS = 80

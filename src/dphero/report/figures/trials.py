@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dphero.report.figures.drawing import VERDICT_COLOURS, Drawing, layout, line_label, safe
+from dphero.experiments.pictures import VERDICT_COLOURS
+from dphero.report.figures.drawing import Drawing, layout, line_label, safe
 from dphero.report.read import Material, Run
 from dphero.report.words import epsilon as shown_epsilon
 from dphero.report.words import verdict
-
-__all__ = ["Claim", "claims", "claims_of"]
 
 _MOST_LINES = 30
 _KINDS = ("claimed", "true", "audited")

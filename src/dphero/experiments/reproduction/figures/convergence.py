@@ -5,8 +5,6 @@ from __future__ import annotations
 from dphero.experiments.reproduction.figures.curves import Curves, Shape
 from dphero.experiments.reproduction.settings import CIFAR, LOTS, MNIST, QUICK_SEEDS, RATES, SEEDS
 
-__all__ = ["CIFAR_EPOCHS", "EPOCHS", "ITERATIONS", "LEARNING_RATES", "LOT_SIZES"]
-
 _TINY = Shape(MNIST["tiny"], 4, 2, sigmas=(3.0,))
 
 ITERATIONS = Curves(

@@ -28,8 +28,6 @@ from dphero.experiments.reproduction.settings import (
     planned,
 )
 
-__all__ = ["Curves", "Shape"]
-
 
 class _Look(NamedTuple):
     """What several runs of one kind were at one moment: accuracies in percent, and their sample deviation."""

@@ -25,8 +25,6 @@ from dphero.experiments.reproduction.settings import (
     planned,
 )
 
-__all__ = ["plan", "present"]
-
 
 @dataclass(frozen=True)
 class _Shape:

@@ -31,8 +31,6 @@ from dphero.experiments.reproduction.report import Report
 from dphero.experiments.reproduction.settings import DELTAS, UNSOUND, Size
 from dphero.guidance.pca import noise_scales
 
-__all__ = ["energies", "plan", "present", "train_classifier"]
-
 _CLASSES = (3, 8)
 _LEVELS = tuple(10 ** (exponent / 8) for exponent in range(-12, 9))  # ‖noise‖ / ‖W‖
 _REFERENCE = 1.0  # the level of the table

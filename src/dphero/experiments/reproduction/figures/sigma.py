@@ -14,8 +14,6 @@ from dphero.experiments.reproduction.settings import MNIST, UNSOUND, Setting, Si
 from dphero.experiments.runs.snapshots import kept_files, read_snapshot
 from dphero.guidance.pca import noise_scales, spectrum
 
-__all__ = ["plan", "present"]
-
 _SETTING = Setting(1.0, 200, 0.1)
 _ITERATIONS: Mapping[Size, int] = {"tiny": 4, "quick": 150, "full": 3_000}
 _LOOKS = 15

@@ -29,8 +29,6 @@ from dphero.experiments.reproduction.settings import (
 from dphero.experiments.runs.rundir import RunDirectory
 from dphero.guidance.pca import noise_scales, spectrum
 
-__all__ = ["plan", "present"]
-
 _RULES: Mapping[str, tuple[float, float]] = {  # exponent and floor
     f"Theorem 2, ∝ eigenvalue: {UNSOUND}": (1.0, 0.0),
     f"Algorithm 2, ∝ its square: {UNSOUND}": (2.0, 0.0),

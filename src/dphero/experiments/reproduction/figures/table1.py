@@ -20,8 +20,6 @@ from dphero.experiments.reproduction.report import PRICED, Report
 from dphero.experiments.reproduction.settings import PUBLISHED, QUICK_SEEDS, SEEDS, UNSOUND, Size, noise_for
 from dphero.methods import METHODS
 
-__all__ = ["PRINTED", "Line", "plan", "present"]
-
 
 @dataclass(frozen=True)
 class Line:
