@@ -50,51 +50,52 @@ def closest(name: str, known: Iterable[str], otherwise: str, *, cutoff: float = 
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
-def finite(name: str, value: SupportsFloat, advice: str) -> float:
-    """Return ``value`` as a float; refuse what is not a finite number."""
+def number(
+    name: str,
+    value: SupportsFloat,
+    advice: str,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> float:
+    """Return ``value`` as a float; refuse what is not a finite number within the bounds."""
     try:
-        number = float(value)
+        found = float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}: {advice}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}: {advice}")
-    return number
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be finite, got {found}: {advice}")
+    if not (above < found < below and least <= found <= most):
+        bounds = {"above": above, "at least": least, "below": below, "at most": most}
+        said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"{name} must be {said}, got {found}: {advice}")
+    return found
 
 
 def noise_multiplier(value: SupportsFloat, *, zero_allowed: bool = False) -> float:
     """A noise multiplier: positive, or zero where an event may have released something without noise."""
-    advice = "give the noise's standard deviation divided by the clip bound, for example 1.0"
-    number = finite("noise_multiplier", value, advice)
-    if number < 0 or (number == 0 and not zero_allowed):
-        bound = "at least 0" if zero_allowed else "above 0 (no noise is no privacy)"
-        raise ValueError(f"noise_multiplier must be {bound}, got {number}: {advice}")
-    if number > _MOST_NOISE or (number < 1 / _MOST_NOISE and not zero_allowed):
-        raise ValueError(f"noise_multiplier is beyond what can be computed with, got {number}: {advice}")
-    return number
+    advice = "give the noise's standard deviation divided by the clip bound, for example 1.0 (no noise is no privacy)"
+    bound = {"least": 0.0} if zero_allowed else {"above": 0.0}
+    found = number("noise_multiplier", value, advice, **bound)
+    if found > _MOST_NOISE or (found < 1 / _MOST_NOISE and not zero_allowed):
+        raise ValueError(f"noise_multiplier is beyond what can be computed with, got {found}: {advice}")
+    return found
 
 
 def sample_rate(value: SupportsFloat) -> float:
     """A sampling probability in (0, 1]."""
     advice = "give the expected lot size divided by the number of examples, for example 256 / 60000"
-    number = finite("sample_rate", value, advice)
-    if not 0 < number <= 1:
-        raise ValueError(f"sample_rate must be above 0 and at most 1, got {number}: {advice}")
-    return number
+    return number("sample_rate", value, advice, above=0, most=1)
 
 
 def delta(value: SupportsFloat) -> float:
     """A failure probability in (0, 1)."""
     advice = "give a probability well below one over the number of examples, for example 1e-5"
-    number = finite("delta", value, advice)
-    if not 0 < number < 1:
-        raise ValueError(f"delta must be above 0 and below 1, got {number}: {advice}")
-    return number
+    return number("delta", value, advice, above=0, below=1)
 
 
 def epsilon(value: SupportsFloat) -> float:
     """A target epsilon: positive and finite."""
-    advice = "give the privacy loss that you allow, for example 3.0"
-    number = finite("epsilon", value, advice)
-    if number <= 0:
-        raise ValueError(f"epsilon must be above 0, got {number}: {advice}")
-    return number
+    return number("epsilon", value, "give the privacy loss that you allow, for example 3.0", above=0)

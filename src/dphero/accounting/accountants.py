@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dphero import _checks as checks
 from dphero.accounting.ledger import Ledger
 from dphero.accounting.numerics.curves import gaussian_epsilon
-from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Answer, Price, Query
+from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Answer, Price, Query, add_up
 from dphero.accounting.privacy_loss import pld
 from dphero.accounting.renyi import rdp, renyi_filter
 
@@ -49,10 +49,13 @@ def price(
         ValueError: If an argument is out of range or the accountant is unknown.
     """
     delta = checks.delta(delta)
-    filter_order = _check_order(filter_order)
+    advice = "fix one Rényi order before the run, for example 8"
+    filter_order = checks.number("filter_order", filter_order, advice, above=1.01)
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant {accountant!r} is unknown: use one of {', '.join(ACCOUNTANTS)}")
     query = Query(ledger.charges(), delta, coarse, filter_order)
+    if accountant != "filter":
+        query.refuse_adaptive(accountant)
     answer = ACCOUNTANTS[accountant](query) if query.charges else Answer(0.0)
     return Price(
         epsilon=answer.epsilon,
@@ -83,19 +86,12 @@ def claimed_by_paper(noise_multipliers: Sequence[float], delta: float) -> Price:
     return Price(_zcdp_epsilon(rho, delta), delta, "claimed_by_paper", "add_or_remove", False, warning)
 
 
-def _check_order(order: float) -> float:
-    order = checks.finite("filter_order", order, "fix one Rényi order before the run, for example 8")
-    if order <= 1.01:
-        raise ValueError(f"filter_order must be above 1.01, got {order}: fix one order before the run, for example 8")
-    return order
-
-
 def _zcdp_epsilon(rho: float, delta: float) -> float:
     return rho + 2 * math.sqrt(-rho * math.log(delta))
 
 
 def _zcdp(query: Query) -> Answer:
-    rho = query.total("zcdp", lambda event: event.zcdp(), "it has no zCDP bound")
+    rho = add_up(query.charges, "zcdp", lambda event: event.zcdp(), "it has no zCDP bound")
     warning = None
     if any(event.is_sampled for event in query.charges):
         warning = "zCDP keeps no gain from sampling: this prices every example in every step; pld is far tighter"
@@ -103,7 +99,8 @@ def _zcdp(query: Query) -> Answer:
 
 
 def _gdp(query: Query) -> Answer:
-    total = query.total("gdp", lambda event: event.clt_mu_squared(), "it has no Gaussian-privacy approximation")
+    missing = "it has no Gaussian-privacy approximation"
+    total = add_up(query.charges, "gdp", lambda event: event.clt_mu_squared(), missing)
     epsilon = gaussian_epsilon(math.sqrt(total), query.delta)
     if all(event.mu_squared() is not None for event in query.charges):
         return Answer(epsilon)  # nothing was approximated
@@ -113,7 +110,7 @@ def _gdp(query: Query) -> Answer:
 
 def _pure(query: Query) -> Answer:
     missing = "it has no epsilon at delta 0; use accountant 'pld'"
-    return Answer(query.total("pure", lambda event: event.pure_epsilon(), missing))
+    return Answer(add_up(query.charges, "pure", lambda event: event.pure_epsilon(), missing))
 
 
 ACCOUNTANTS: Mapping[str, Callable[[Query], Answer]] = {

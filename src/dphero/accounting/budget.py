@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from dphero import _checks as checks
-from dphero.accounting.accountants import ACCOUNTANTS, price
+from dphero.accounting.accountants import price
 from dphero.accounting.calibration import stages
 from dphero.accounting.events.base import Event
 from dphero.accounting.ledger import Ledger
@@ -50,11 +50,9 @@ class Budget:
     ) -> None:
         self.epsilon = checks.epsilon(epsilon)
         self.delta = checks.delta(delta)
-        if accountant not in ACCOUNTANTS:
-            raise ValueError(f"accountant {accountant!r} is unknown: use one of {', '.join(ACCOUNTANTS)}")
         self.accountant = accountant
         self.filter_order = _best_order(self.epsilon, self.delta) if filter_order is None else filter_order
-        price(Ledger(), self.delta, accountant, filter_order=self.filter_order)  # refuses a bad order now, not mid-run
+        self.spent(Ledger())  # refuses an unknown accountant and a bad order now, not mid-run
         # Counts of events that are known to fit together. Costs grow with counts, so whatever is within them
         # fits too.
         self._fitting: dict[Event, int] = {}
@@ -69,7 +67,7 @@ class Budget:
             UnpriceableError: If the accountant cannot price it.
         """
         if self.accountant == "filter" and next_event.adaptive:
-            spent = self._divergence(ledger) + filter_divergence(next_event, self.filter_order)
+            spent = self._divergence(ledger) + filter_divergence({next_event: 1}, self.filter_order)
             fits = filter_price(spent, self.delta, self.filter_order) <= self.epsilon
         else:
             fits = self._is_known_to_fit(ledger, next_event) or self._search(ledger, next_event)
@@ -82,7 +80,8 @@ class Budget:
 
     def remaining_steps(self, ledger: Ledger, event: Event) -> int:
         """How many more releases of ``event`` fit, up to ``MAX_STEPS``."""
-        return self._affordable(self._costs(ledger, (event,)), ledger, (event,))
+        costs = stages(partial(self._extended_price, ledger, (event,), self.accountant), self.accountant)
+        return self._affordable(costs, ledger, (event,))
 
     def spent(self, ledger: Ledger) -> Price:
         """What ``ledger`` has cost so far, in this budget's terms."""
@@ -109,7 +108,7 @@ class Budget:
         """Whether the event fits; remembers how many more do, alone or with the events it alternates with."""
         # From quick to exact: the coarse grid serves until nothing more fits on it.
         for together in dict.fromkeys((self._alternating(ledger, event), (event,))):
-            for cost in self._costs(ledger, together):
+            for cost in stages(partial(self._extended_price, ledger, together, self.accountant), self.accountant):
                 more = self._affordable([cost], ledger, together)
                 if more > 0:
                     self._fitting = dict(ledger.counts)
@@ -132,20 +131,14 @@ class Budget:
         guess = 1
         if self.accountant == "pld":
             with suppress(UnpriceableError):  # Rényi divergences are quick, and point near the answer
-                quick = partial(self._extended_price, ledger, events, "rdp", False)
-                guess = largest_count([quick], self.epsilon, 1, MAX_STEPS, before=ledger.steps)
+                quick = stages(partial(self._extended_price, ledger, events, "rdp"), "rdp")
+                guess = largest_count(quick, self.epsilon, 1, MAX_STEPS, before=ledger.steps)
         return largest_count(costs, self.epsilon, guess, MAX_STEPS, before=ledger.steps)
 
-    def _costs(self, ledger: Ledger, events: tuple[Event, ...]) -> list[_Cost]:
-        """What the ledger costs with a count of ``events`` added, in rising precision."""
-        return stages(
-            lambda count, coarse: self._extended_price(ledger, events, self.accountant, coarse, count),
-            self.accountant,
-        )
-
     def _extended_price(
-        self, ledger: Ledger, events: tuple[Event, ...], accountant: str, coarse: bool, count: int
+        self, ledger: Ledger, events: tuple[Event, ...], accountant: str, count: int, coarse: bool
     ) -> float:
+        """What the ledger costs with a count of ``events`` added."""
         extended = ledger.copy()
         for event in events:
             extended.record(event, count)
@@ -157,7 +150,7 @@ class Budget:
         done, total = (known[1], known[2]) if known is not None and known[0] is ledger else (0, 0.0)
         for event, count in ledger.runs(start=done):
             done += 1
-            last = count * filter_divergence(event, self.filter_order)
+            last = count * filter_divergence({event: 1}, self.filter_order)
             if done < ledger.run_count:
                 total += last
             else:

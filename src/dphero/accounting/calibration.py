@@ -56,7 +56,7 @@ def calibrate_noise_multiplier(
         CalibrationError: If the target cannot be reached.
     """
     epsilon, delta = checks.epsilon(epsilon), checks.delta(delta)
-    sample_rate, steps = checks.sample_rate(sample_rate), checks.whole("steps", steps, least=1)
+    sample_rate, steps = checks.sample_rate(sample_rate), checks.whole("steps", steps)
     others = Ledger() if besides is None else besides
 
     def cost(noise_multiplier: float, coarse: bool) -> float:
@@ -87,7 +87,7 @@ def calibrate_sample_rate(
     data set in every step is affordable.
     """
     epsilon, delta = checks.epsilon(epsilon), checks.delta(delta)
-    noise_multiplier, steps = checks.noise_multiplier(noise_multiplier), checks.whole("steps", steps, least=1)
+    noise_multiplier, steps = checks.noise_multiplier(noise_multiplier), checks.whole("steps", steps)
 
     def cost(sample_rate: float, coarse: bool) -> float:
         planned = Ledger().with_event(PoissonGaussian(sample_rate, noise_multiplier), steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dphero.accounting.events.base import Event, Relation
 
@@ -59,16 +60,20 @@ class Query:
                 )
                 raise UnpriceableError(event, accountant, reason)
 
-    def total(self, accountant: str, curve: Callable[[Event], float | None], missing: str) -> float:
-        """Add one number per release over the ledger, for accountants under which releases add up."""
-        self.refuse_adaptive(accountant)
-        total = 0.0
-        for event, count in self.charges.items():
-            value = curve(event)
-            if value is None:
-                raise UnpriceableError(event, accountant, missing)
-            total += count * value
-        return total
+
+def add_up(charges: Mapping[Event, int], accountant: str, curve: Callable[[Event], Any], missing: str) -> Any:
+    """Add up what each release costs, a number or one for each order, where releases add up.
+
+    Raises:
+        UnpriceableError: If a release has no such curve.
+    """
+    total: Any = 0.0
+    for event, count in charges.items():
+        value = curve(event)
+        if value is None:
+            raise UnpriceableError(event, accountant, missing)
+        total = total + count * value
+    return total
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -29,7 +30,6 @@ Composed = tuple[PrivacyLossDistribution, float] | None  # the distribution and 
 
 def pld(query: Query) -> Answer:
     """Compose the privacy losses; unsampled Gaussians are exact, and the rest is rounded up on a grid."""
-    query.refuse_adaptive("pld")
     charges, delta = query.charges, query.delta
     mu, rest = split(charges)
     if not rest:
@@ -57,35 +57,22 @@ def split(charges: Mapping[Event, int]) -> tuple[float, dict[Event, int]]:
 def compose(charges: Mapping[Event, int], mu: float, delta: float, *, coarse: bool = False) -> Composed:
     """Compose at least one release with each other and with mu-Gaussian privacy, to be read at ``delta``.
 
-    Returned are the distribution of the privacy losses, rounded pessimistically, and what the FFT's rounding leaves of
-    delta; ``None`` where floating point has no digits left.
+    Of many different sampled Gaussians these are composed together, all else one by one. Returned are the distribution
+    of the privacy losses, rounded pessimistically, and what the FFT's rounding leaves of delta; ``None`` where floating
+    point has no digits left.
     """
-    return _few(charges, mu, coarse, delta) if len(charges) <= _FEW else _many(charges, mu, coarse, delta)
-
-
-def _few(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> Composed:
-    """Compose a few different events one by one; ``None`` where that has no digits left."""
-    steps = sum(charges.values())
-    interval = _interval(charges, steps, mu, coarse)
-    rounding = _rounding(len(charges), steps)
-    if steps > MAX_STEPS or delta < 2 * rounding or interval > _WIDEST:
-        return None
-    return _one_by_one(charges, mu, interval, None), delta - rounding
-
-
-def _many(charges: Mapping[Event, int], mu: float, coarse: bool, delta: float) -> Composed:
-    """Compose many different events: the sampled Gaussians among them together, the others one by one."""
     together, others = sampled_gaussians(charges)
     if len(together) <= _FEW:
-        return _few(charges, mu, coarse, delta)
+        together, others = Counter(), dict(charges)
     steps = sum(others.values())
     rounding = _rounding(len(others), steps) if others or mu > 0 else 0.0
     if sum(charges.values()) > MAX_STEPS or delta < 2 * rounding:
         return None
-    interval, start = compose_many(together, delta, coarse=coarse)
-    if interval > _WIDEST:
-        return None
-    return _one_by_one(others, mu, interval, start), delta - rounding
+    if together:
+        interval, start = compose_many(together, delta, coarse=coarse)
+    else:
+        interval, start = _interval(others, steps, mu, coarse), None
+    return None if interval > _WIDEST else (_one_by_one(others, mu, interval, start), delta - rounding)
 
 
 def _up_to_nine_digits(epsilon: float) -> float:

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from dphero.accounting.events.base import Event
 from dphero.accounting.numerics.curves import RDP_ORDERS, rdp_epsilon
 from dphero.accounting.numerics.many import sum_of_divergences
-from dphero.accounting.prices import Answer, Query, UnpriceableError
+from dphero.accounting.prices import Answer, Query, add_up
 
 _MANY_CURVES = 128  # more different Rényi curves than that are bounded by those of a few
 
 
 def rdp(query: Query) -> Answer:
     """Add the divergences at many orders, and take the best of them."""
-    query.refuse_adaptive("rdp")
     together, others = sampled_gaussians(query.charges)
     if len(together) <= _MANY_CURVES:
         total = _sum_of(query.charges, RDP_ORDERS, "rdp")
@@ -30,7 +29,7 @@ def rdp(query: Query) -> Answer:
 def renyi_filter(query: Query) -> Answer:
     """Add the divergences at the one order that was fixed before the run."""
     order = query.filter_order
-    epsilon = filter_price(float(_sum_of(query.charges, (order,), "filter")[0]), query.delta, order)
+    epsilon = filter_price(filter_divergence(query.charges, order), query.delta, order)
     if not any(event.adaptive for event in query.charges):
         return Answer(epsilon)
     warning = (
@@ -46,12 +45,9 @@ def filter_price(divergence: float, delta: float, order: float) -> float:
     return rdp_epsilon((order,), np.array([divergence]), delta)
 
 
-def filter_divergence(event: Event, order: float) -> float:
-    """What one release of ``event`` takes from a Rényi filter at ``order``."""
-    divergences = event.rdp((order,))
-    if divergences is None:
-        raise UnpriceableError(event, "filter", "it has no Rényi divergence")
-    return float(divergences[0])
+def filter_divergence(charges: Mapping[Event, int], order: float) -> float:
+    """What releases take from a Rényi filter at ``order``."""
+    return float(np.sum(_sum_of(charges, (order,), "filter")))
 
 
 def sampled_gaussians(charges: Mapping[Event, int]) -> tuple[Counter[tuple[float, float]], dict[Event, int]]:
@@ -68,10 +64,5 @@ def sampled_gaussians(charges: Mapping[Event, int]) -> tuple[Counter[tuple[float
 
 
 def _sum_of(charges: Mapping[Event, int], orders: Sequence[float], accountant: str) -> NDArray[np.float64]:
-    total = np.zeros(len(orders))
-    for event, count in charges.items():
-        divergences = event.rdp(orders)
-        if divergences is None:
-            raise UnpriceableError(event, accountant, "it has no Rényi divergence")
-        total = total + count * divergences
-    return total
+    total = add_up(charges, accountant, lambda event: event.rdp(orders), "it has no Rényi divergence")
+    return np.asarray(total, dtype=np.float64)

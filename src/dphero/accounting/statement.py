@@ -100,16 +100,8 @@ class Statement:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in plain values, the text included."""
-        return {
-            **asdict(self.price),
-            "unit": self.unit,
-            "releases": self.releases,
-            "mechanisms": list(self.mechanisms),
-            "not_covered": list(self.not_covered),
-            "notes": list(self.notes),
-            "label": self.label,
-            "text": self.text,
-        }
+        values = asdict(self)
+        return {**values.pop("price"), **values, "text": self.text}
 
     def __str__(self) -> str:
         return self.text

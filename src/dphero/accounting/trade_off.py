@@ -17,7 +17,7 @@ from scipy.special import ndtr, ndtri
 
 from dphero.accounting.accountants import price
 from dphero.accounting.ledger import Ledger
-from dphero.accounting.prices import DEFAULT_FILTER_ORDER, UnpriceableError
+from dphero.accounting.prices import DEFAULT_FILTER_ORDER, Query
 from dphero.accounting.privacy_loss import compose, split
 
 _RATES = np.unique([0.0, *np.geomspace(1e-6, 0.1, 201), 1e-4, 0.001, 0.01, *np.linspace(0.1, 1.0, 181)])
@@ -67,8 +67,7 @@ def trade_off(
     if not charges:
         return TradeOff(_RATES, _RATES)
     if accountant == "pld":
-        if adaptive := [event for event in charges if event.adaptive]:
-            raise UnpriceableError(adaptive[0], "pld", "its noise was chosen from earlier outputs; use 'filter'")
+        Query(charges, _READ_AT).refuse_adaptive("pld")
         mu, rest = split(charges)
         if not rest:
             return TradeOff(_RATES, _gaussian(mu))

@@ -6,7 +6,7 @@ and an accountant that needs it refuses. So a new kind of release is one new cla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -43,6 +43,12 @@ class Event:
     title: ClassVar[str]
     sampling: ClassVar[str]
     adaptive: ClassVar[bool] = False
+    _checks: ClassVar[Mapping[str, Callable[[Any], float]]] = {}
+    """For fields: what returns a value as it is to be stored, or raises ``ValueError``."""
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks.items():
+            object.__setattr__(self, name, check(getattr(self, name)))
 
     def __init_subclass__(cls, *, kind: str) -> None:
         if kind in EVENT_KINDS:
@@ -118,8 +124,3 @@ class Event:
         if values.keys() != expected:
             raise ValueError(f"event {kind!r} needs exactly {sorted(expected)}, got {sorted(values)}")
         return EVENT_KINDS[kind](**values)
-
-    def _set(self, **values: float) -> None:
-        """Stores checked fields; only for ``__post_init__`` of frozen subclasses."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +24,9 @@ from dphero.accounting.renyi import filter_price
 
 WHOLE_ORDERS: tuple[int, ...] = tuple(int(order) for order in RDP_ORDERS if order.is_integer() and 2 <= order <= 256)
 """Orders at which sampled divergences are exact sums, and which the accountant ``rdp`` asks for."""
+
+_FILTER = "fix the filter before the run, for example order 8 and divergence 1"
+_SUM = "give the sum over epochs of 1/(2 sigma^2), for example 0.5"
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,10 @@ class IndividualFilter(Event, kind="individual_filter"):
         "takes no part once its budget is used up; what an example has spent is never released."
     )
 
-    def __post_init__(self) -> None:
-        advice = "fix the filter before the run, for example order 8 and divergence 1"
-        order = checks.finite("order", self.order, advice)
-        divergence = checks.finite("divergence", self.divergence, advice)
-        if order <= 1 or divergence < 0:
-            raise ValueError(f"a filter has an order above 1 and a size of at least 0, got {order} and {divergence}")
-        self._set(order=order, divergence=divergence)
+    _checks: ClassVar = {
+        "order": partial(checks.number, "order", advice=_FILTER, above=1),
+        "divergence": partial(checks.number, "divergence", advice=_FILTER, least=0),
+    }
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The filter's size up to its order (divergences grow with the order), infinite beyond."""
@@ -75,11 +76,7 @@ class ShuffledFilter(Event, kind="shuffled_filter"):
         "up to at most the budget, and nothing is gained from sampling."
     )
 
-    def __post_init__(self) -> None:
-        rho = checks.finite("rho", self.rho, "give the sum over epochs of 1/(2 sigma^2), for example 0.5")
-        if rho < 0:
-            raise ValueError(f"rho must be at least 0, got {rho}")
-        self._set(rho=rho)
+    _checks: ClassVar = {"rho": partial(checks.number, "rho", advice=_SUM, least=0)}
 
     def zcdp(self) -> float | None:
         return self.rho

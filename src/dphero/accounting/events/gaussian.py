@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,9 +41,7 @@ class Gaussian(Event, kind="gaussian"):
 
     title: ClassVar[str] = "Gaussian noise on the whole data set"
     sampling: ClassVar[str] = "Every example takes part in every release; nothing is gained from sampling."
-
-    def __post_init__(self) -> None:
-        self._set(noise_multiplier=checks.noise_multiplier(self.noise_multiplier))
+    _checks: ClassVar = {"noise_multiplier": checks.noise_multiplier}
 
     def mu_squared(self) -> float | None:
         return self.noise_multiplier**-2
@@ -61,12 +60,7 @@ class PoissonGaussian(Event, kind="poisson_gaussian"):
 
     title: ClassVar[str] = "Gaussian noise on Poisson lots"
     sampling: ClassVar[str] = POISSON
-
-    def __post_init__(self) -> None:
-        self._set(
-            sample_rate=checks.sample_rate(self.sample_rate),
-            noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
-        )
+    _checks: ClassVar = {"sample_rate": checks.sample_rate, "noise_multiplier": checks.noise_multiplier}
 
     def mu_squared(self) -> float | None:
         """``1 / sigma^2`` when nothing is sampled; a sampled release is not exactly Gaussian private."""
@@ -114,12 +108,7 @@ class ShuffledGaussian(Event, kind="shuffled_gaussian"):
         "A permutation splits the data into disjoint batches, so each example takes part once in an epoch; "
         "an epoch is charged its least noisy step, epochs add, and nothing is gained from sampling."
     )
-
-    def __post_init__(self) -> None:
-        self._set(
-            noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
-            epoch=checks.whole("epoch", self.epoch, least=0),
-        )
+    _checks: ClassVar = {"noise_multiplier": checks.noise_multiplier, "epoch": partial(checks.whole, "epoch", least=0)}
 
     @classmethod
     def charged(cls, counts: Mapping[Any, int]) -> Mapping[Event, int]:
@@ -156,12 +145,10 @@ class AdaptiveGaussian(Event, kind="adaptive_gaussian"):
     title: ClassVar[str] = "Gaussian noise on Poisson lots, its multiplier chosen from earlier outputs"
     sampling: ClassVar[str] = POISSON
     adaptive: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._set(
-            sample_rate=checks.sample_rate(self.sample_rate),
-            noise_multiplier=checks.noise_multiplier(self.noise_multiplier, zero_allowed=True),
-        )
+    _checks: ClassVar = {
+        "sample_rate": checks.sample_rate,
+        "noise_multiplier": partial(checks.noise_multiplier, zero_allowed=True),
+    }
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         return poisson_gaussian_rdp(self.sample_rate, self.noise_multiplier, orders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,8 +40,7 @@ class RandomisedLabels(Event, kind="randomised_labels"):
         "inputs are used as they are, without protection."
     )
 
-    def __post_init__(self) -> None:
-        self._set(epsilon=checks.epsilon(self.epsilon), part=checks.whole("part", self.part, least=0))
+    _checks: ClassVar = {"epsilon": checks.epsilon, "part": partial(checks.whole, "part", least=0)}
 
     @classmethod
     def charged(cls, counts: Mapping[Any, int]) -> Mapping[Event, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -31,15 +32,13 @@ class LineSearchStep(Event, kind="line_search_step"):
     sampling: ClassVar[str] = f"{POISSON} Gradient and search draw lots of their own."
     adaptive: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        search = checks.finite("search_epsilon", self.search_epsilon, "give the ε of one search, or 0 for none")
-        if search < 0:
-            raise ValueError(f"search_epsilon must be at least 0, got {search}")
-        self._set(
-            sample_rate=checks.sample_rate(self.sample_rate),
-            noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
-            search_epsilon=search,
-        )
+    _checks: ClassVar = {
+        "sample_rate": checks.sample_rate,
+        "noise_multiplier": checks.noise_multiplier,
+        "search_epsilon": partial(
+            checks.number, "search_epsilon", advice="give the ε of one search, or 0 for none", least=0
+        ),
+    }
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The sum of the sampled Gaussian's and the sampled search's divergences."""

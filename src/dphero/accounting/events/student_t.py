@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -57,17 +57,15 @@ class PoissonStudentT(Event, kind="poisson_student_t"):
     title: ClassVar[str] = "Student-t noise on quantised gradients of Poisson lots"
     sampling: ClassVar[str] = POISSON
 
-    def __post_init__(self) -> None:
-        spacing = checks.finite("spacing", self.spacing, "give the distance of code values over the clip norm")
-        if not 0 < spacing <= 1:
-            raise ValueError(f"spacing must be above 0 and at most the clip norm, got {spacing}")
-        self._set(
-            sample_rate=checks.sample_rate(self.sample_rate),
-            noise_multiplier=checks.noise_multiplier(self.noise_multiplier),
-            degrees=checks.whole("degrees", self.degrees, least=3),
-            spacing=spacing,
-            levels=checks.whole("levels", self.levels, least=1),
-        )
+    _checks: ClassVar = {
+        "sample_rate": checks.sample_rate,
+        "noise_multiplier": checks.noise_multiplier,
+        "degrees": partial(checks.whole, "degrees", least=3),
+        "spacing": partial(
+            checks.number, "spacing", advice="give the distance of code values over the clip norm", above=0, most=1
+        ),
+        "levels": partial(checks.whole, "levels"),
+    }
 
     def rdp(self, orders: Sequence[float]) -> NDArray[np.float64] | None:
         """The divergences; at a fractional order that of the next whole one, above 128 infinite."""

@@ -276,19 +276,17 @@ def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128
 @lru_cache(maxsize=8)
 def _spectra(sample_rate: float, noise_multiplier: float, grid: Grid) -> NDArray[np.complex128]:
     """The Fourier transforms of one release's masses on the circle, in both directions."""
-    found = []
-    for losses, masses, _ in _masses(sample_rate, noise_multiplier, grid.interval):
-        found.append(rfft(np.bincount(losses % grid.points, masses, grid.points)))
-    return np.array(found)
+    both = _masses(sample_rate, noise_multiplier, grid.interval)
+    return np.array([rfft(np.bincount(losses % grid.points, masses, grid.points)) for losses, masses, _ in both])
 
 
 @lru_cache(maxsize=4096)
 def _summary(
     sample_rate: float, noise_multiplier: float, interval: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The infinite mass and the logarithms of the moments of one release, in both directions."""
+    """The infinite mass and ``ln E[exp(slope * loss)]`` at every slope, of one release in both directions."""
     both = _masses(sample_rate, noise_multiplier, interval)
-    moments = [_log_moments(np.multiply(losses, interval), masses) for losses, masses, _ in both]
+    moments = [logsumexp(np.multiply.outer(_SLOPES, losses * interval), axis=1, b=masses) for losses, masses, _ in both]
     return np.array([infinite for *_, infinite in both]), np.array(moments)
 
 
@@ -299,11 +297,6 @@ def _masses(
     return tuple(
         poisson_gaussian_masses(sample_rate, noise_multiplier, interval, adding=adding) for adding in (False, True)
     )
-
-
-def _log_moments(losses: NDArray[np.float64], masses: NDArray[np.float64]) -> NDArray[np.float64]:
-    """``ln E[exp(slope * loss)]`` at every slope."""
-    return np.asarray(logsumexp(np.multiply.outer(_SLOPES, losses), axis=1, b=masses))
 
 
 def _window(product: _Product, grid: Grid, direction: int, tail: float, steps: float) -> DensePLDPmf:
