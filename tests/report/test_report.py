@@ -135,14 +135,14 @@ def test_heat_maps_are_embedded(log):
     png = b"\x89PNG\r\n\x1a\nnot much of a picture"
     (place / "explain" / "heatmaps.png").write_bytes(png)
     numbers = {
-        "stamp": "PRIVATE training images",
+        "images": {"private": False},
         "pictures": [{"file": "heatmaps.png", "title": "Heat <maps>"}],
         "verdicts": [{"group": "dp-hero", "score": "spearman", "verdict": "within the spread of seeds"}],
     }
     (place / "explain" / "explain.json").write_text(json.dumps(numbers))
     text = build(read([place])).main
     assert "data:image/png;base64,iVBORw0KGgpub3QgbXVjaCBvZiBhIHBpY3R1cmU=" in text
-    assert "Heat &lt;maps&gt;" in text and "within the spread of seeds" in text and "PRIVATE training images" in text
+    assert "Heat &lt;maps&gt;" in text and "within the spread of seeds" in text and "PRIVATE" not in text
 
 
 def test_scores_of_heat_maps_are_those_of_the_file():
@@ -171,7 +171,8 @@ def test_each_of_several_explanations_names_its_folder(log):
         (place / "explain").mkdir()
         said = {"group": "dp-hero", "verdict": "within the spread of seeds"}
         verdicts = [said | {"score": "spearman"}, said | {"score": "iou"}]
-        (place / "explain" / "explain.json").write_text(json.dumps({"verdicts": verdicts}))
+        numbers = {"images": {"private": False}, "verdicts": verdicts}
+        (place / "explain" / "explain.json").write_text(json.dumps(numbers))
     text = build(read(places)).main
     assert all(f"<strong>{place / 'explain'}</strong>" in text for place in places)
     assert text.count("within the spread of seeds") == 2, "what all scores say is said once"

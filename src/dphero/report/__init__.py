@@ -5,6 +5,7 @@ imported or run, so a stranger's may be looked at.
 """
 
 from dphero.report.page import Report, build, write
-from dphero.report.read import Material, Problem, Run, read
+from dphero.report.reading.gather import Material, Problem, read
+from dphero.report.reading.runs import Run
 
 __all__ = ["Material", "Problem", "Report", "Run", "build", "read", "write"]

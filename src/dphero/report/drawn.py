@@ -1,22 +1,18 @@
-"""What other commands have drawn, as it lies in their folders: heat maps, and the paper's table and figures anew."""
+"""The parts of the page that other commands have drawn: heat maps, and the paper's table and figures anew."""
 
 from __future__ import annotations
 
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dphero._files import DamagedFile, open_json, read_bytes
 from dphero.experiments.comparison.table import shown_price
-from dphero.experiments.reproduction.report import brief
 from dphero.experiments.reproduction.settings import UNSOUND
-from dphero.experiments.runs.files import read_json
 from dphero.report.markup import Html, join, table, tag
+from dphero.report.reading.drawn import Explained, Reproduced
 
-_PNG = b"\x89PNG\r\n\x1a\n"
 _SCORES = {"spearman": "Spearman", "iou": "IoU, top 20 %", "same_class": "same class"}
 _YARDSTICK = "to compare with"
 _SCALE = 1.5  # pixels of a picture for one of the page: they are drawn with 150 to the inch, a page has 96
@@ -42,64 +38,32 @@ class Pictures:
         return tag("figure", tag("figcaption", tag("h3", title)), framed, class_="picture")
 
 
-@dataclass(frozen=True, eq=False)
-class Explained:
-    """What lies in a folder that ``dphero explain`` has written.
+def heat_maps(found: Sequence[Explained], pictures: Pictures, *, private: bool = False) -> Html | None:
+    """Return pictures and verdicts of all explanations: the verdicts follow the first picture.
 
-    Attributes:
-        place: The folder.
-        numbers: Of ``explain.json``, verified.
-        pictures: Title and contents of each picture.
-        problems: Pictures that could not be read, and why.
+    Args:
+        found: The explanations.
+        pictures: Where pictures go.
+        private: Whether what was made from private images is shown too.
     """
-
-    place: Path
-    numbers: Mapping[str, Any]
-    pictures: Sequence[tuple[str, bytes]]
-    problems: Sequence[tuple[str, str]]
-
-
-def read_explained(path: Path) -> Explained:
-    """Read an ``explain.json`` and the pictures beside it.
-
-    Raises:
-        ValueError: If ``explain.json`` is damaged.
-        OSError: If it cannot be read.
-    """
-    place, numbers = path.parent, open_json(read_json(path), path, required=False)
-    listed = numbers.get("pictures")
-    pictures, problems = [], []
-    for each in listed if isinstance(listed, list) else []:
-        name = str(each.get("file")) if isinstance(each, Mapping) else ""
-        try:
-            if Path(name).name != name or not name.endswith(".png"):
-                raise DamagedFile(path, f"{name!r} is no picture beside it")
-            contents = _picture(place / name)
-            pictures.append((str(each.get("title") or name), contents))
-        except (ValueError, OSError) as error:
-            problems.append((str(place / name), str(error)))
-    return Explained(place, numbers, pictures, problems)
-
-
-def _picture(path: Path) -> bytes:
-    contents = read_bytes(path, follow=False)
-    if not contents.startswith(_PNG):
-        raise DamagedFile(path, "it is no PNG picture")
-    return contents
-
-
-def heat_maps(found: Sequence[Explained], pictures: Pictures) -> Html | None:
-    """Return pictures and verdicts of all explanations: the verdicts follow the first picture."""
     parts: list[Html | None] = []
     for explained in found:
         if len(found) > 1:
             parts.append(tag("p", tag("strong", str(explained.place)), class_="before-figure"))
-        stamp = explained.numbers.get("stamp")
-        if stamp:
-            parts.append(tag("div", tag("strong", str(stamp)), class_="notice private", role="note"))
+        if explained.private:
+            parts.append(_stamp(explained, shown=private))
+        if explained.private and not private:
+            continue
         shown = [pictures.show(title, contents, explained.place) for title, contents in explained.pictures]
         parts += [*shown[:1], _verdicts(explained), *shown[1:]]
     return join(*parts) if found else None
+
+
+def _stamp(explained: Explained, *, shown: bool) -> Html:
+    """Return what stands above private images, or in their place."""
+    stamp = str(explained.numbers.get("stamp") or "PRIVATE training images: no ε covers this")
+    left_out = f" They are left out here; they lie in {explained.place}, and --with-private-diagnostics shows them."
+    return tag("div", tag("strong", f"{stamp}."), None if shown else left_out, class_="notice private", role="note")
 
 
 def _verdicts(explained: Explained) -> Html | None:
@@ -199,54 +163,6 @@ def _spread(mean: str, low: str, high: str) -> Html:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-# -- the paper's table and figures ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Reproduced:
-    """What ``dphero reproduce`` has written about one table or figure of the paper.
-
-    Attributes:
-        path: Its JSON file.
-        about: Title, place in the paper, what is shown, and size.
-        notes: What a reader must know.
-        lines: The table: its few most telling columns.
-        picture: Contents of the picture beside the file; ``None`` if there is none.
-    """
-
-    path: Path
-    about: Mapping[str, str]
-    notes: Sequence[str]
-    lines: Sequence[Mapping[str, str]]
-    picture: bytes | None
-
-
-def read_reproduced(path: Path) -> Reproduced:
-    """Read an item of a reproduction.
-
-    Raises:
-        ValueError: If it is damaged.
-        OSError: If it cannot be read.
-    """
-    numbers = read_json(path)
-    about = {name: numbers.get(name) for name in ("item", "title", "paper", "shows", "size")}
-    rows, notes = numbers.get("rows"), numbers.get("notes")
-    if not all(isinstance(each, str) for each in about.values()) or not isinstance(rows, list):
-        raise DamagedFile(path, "it is no item of a reproduction: title, paper, size or rows are missing")
-    try:
-        lines = brief(rows)
-    except (AttributeError, KeyError, TypeError, StopIteration) as error:
-        raise DamagedFile(path, f"its rows cannot be read ({error!r})") from error
-    picture = path.with_suffix(".png")
-    return Reproduced(
-        path,
-        {name: str(each) for name, each in about.items()},
-        [str(note) for note in notes] if isinstance(notes, list) else [],
-        lines,
-        _picture(picture) if picture.is_file() else None,
-    )
 
 
 def reproduced(found: Sequence[Reproduced], pictures: Pictures) -> Html | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dphero.accounting import Ledger, TradeOff, UnpriceableError, trade_off
-from dphero.report.read import Run
+from dphero.report.reading.runs import Run
 
 RATES = (0.001, 0.01)
 """The rates of false positives at which the gain is told."""
@@ -20,10 +20,12 @@ class Gain:
     Attributes:
         curve: The best true-positive rate at each false-positive rate; ``None`` if nothing is known.
         reason: Why nothing is known.
+        labels_only: Whether labels alone are protected: the gain is then about a label, and records have none.
     """
 
     curve: TradeOff | None
     reason: str = ""
+    labels_only: bool = False
 
     @property
     def rates(self) -> dict[float, float]:
@@ -51,15 +53,16 @@ def gain_of(run: Run) -> Gain:
 def worst_gain(runs: Sequence[Run]) -> Gain:
     """Return the largest gain among several runs; those of one setting mostly have the same ledger."""
     gains = [gain_of(run) for run in runs if run.ledger is not None]
-    known = [gain for gain in gains if gain.curve is not None]
-    if not known:
-        return gains[0] if gains else Gain(None, "there is no ledger")
-    return max(known, key=lambda gain: gain.rates[RATES[-1]])
+    unknown = [gain for gain in gains if gain.curve is None]
+    if unknown or not gains:  # one that is not known may be larger than all that are
+        return unknown[0] if unknown else Gain(None, "there is no ledger")
+    return max(gains, key=lambda gain: gain.rates[RATES[-1]])
 
 
 @lru_cache(maxsize=1024)
 def _gain(ledger: str, accountant: str) -> Gain:
+    read = Ledger.from_json(ledger)
     try:
-        return Gain(trade_off(Ledger.from_json(ledger), accountant))
-    except UnpriceableError as error:
+        return Gain(trade_off(read, accountant), labels_only=read.relation == "replace_label")
+    except (UnpriceableError, ValueError, ArithmeticError) as error:
         return Gain(None, str(error))

@@ -19,9 +19,9 @@ from dphero.experiments.pictures import ON_DARK
 from dphero.report import sections
 from dphero.report.drawn import Pictures, heat_maps, reproduced
 from dphero.report.figures import federated, outcomes, over_time, trials
-from dphero.report.figures.drawing import Drawing
+from dphero.report.figures.drawing import Drawing, kind
 from dphero.report.markup import Html, join, script_json, tag
-from dphero.report.read import Material
+from dphero.report.reading.gather import Material
 from dphero.report.summary import summary
 
 
@@ -80,8 +80,8 @@ def build(material: Material, *, private_diagnostics: bool = False) -> Report:
 
     Args:
         material: What :func:`dphero.report.read` returned.
-        private_diagnostics: Also show losses and clipped shares, which were computed from the private data without
-            noise and which no ε covers.
+        private_diagnostics: Also show losses, clipped shares, and heat maps of private images, which were computed
+            from the private data without noise and which no ε covers.
 
     Raises:
         ImportError: If plotly is missing.
@@ -98,7 +98,8 @@ def build(material: Material, *, private_diagnostics: bool = False) -> Report:
         page.add("claims", "Claims on trial", _claims(material, page))
         page.add("federation", "Who holds what", *_federated(material, page))
     page.add("paper", "The paper's results, anew", reproduced(material.reproduced, pictures))
-    page.add("heat-maps", "Heat maps", heat_maps(material.explained, pictures))
+    shown = heat_maps(material.explained, pictures, private=private_diagnostics)
+    page.add("heat-maps", "Heat maps", shown)
     if private_diagnostics:
         page.add("diagnostics", "Private diagnostics", _diagnostics(material, page))
     if material.runs:
@@ -142,7 +143,7 @@ def write(report: Report, path: str | PathLike[str]) -> int:
 
     Accuracies on it are computed without noise, as those in the runs' own files.
     """
-    contents = report.html().encode()
+    contents = report.html().encode(errors="replace")  # names of files need not be text
     write_atomically(Path(path), contents, private=True)
     return len(contents)
 
@@ -195,7 +196,7 @@ def _diagnostics(material: Material, page: _Page) -> Html | None:
 
 
 def _title(material: Material) -> str:
-    methods = list(dict.fromkeys(row.method for row in material.rows))
+    methods = list(dict.fromkeys(row.method if row.sound else kind(row) for row in material.rows))
     data = ", ".join(dict.fromkeys(Path(row.data).name or row.data for row in material.rows))
     if not methods:
         if material.reproduced:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dphero.experiments.comparison.table import notes
+from dphero.experiments.environment import PACKAGES
 from dphero.methods import METHODS
 from dphero.report.figures.drawing import Drawing, line_label
 from dphero.report.markup import Html, join, table, tag
-from dphero.report.read import Material, Problem, Run
+from dphero.report.reading.gather import Material, Problem
+from dphero.report.reading.runs import Run
 from dphero.report.summary import badge
 from dphero.report.words import explain_epsilon, verdict
 
@@ -189,11 +191,9 @@ def _words(each: Any) -> str:
 
 def reproduce(material: Material) -> Html:
     """Return the commands that repeat and check all this."""
-    packages = next((run.environment.get("packages") for run in material.runs if run.environment), None)
-    lines = []
-    if isinstance(packages, Mapping):
-        pins = [f"{name}=={str(version).partition('+')[0]}" for name, version in packages.items() if version]
-        lines += ["# the same versions", f"pip install {' '.join(map(shlex.quote, pins))}", ""]
+    packages = next((run.environment.get("packages") for run in material.runs if run.environment), None) or {}
+    pins = [f"{name}=={str(packages[name]).partition('+')[0]}" for name in PACKAGES if packages.get(name)]
+    lines = ["# the same versions", f"pip install {' '.join(map(shlex.quote, pins))}", ""] if pins else []
     shown = list({run.recipe.method: run for run in reversed(material.runs)}.values())[::-1][
         :3
     ]  # the first of each method
@@ -201,7 +201,7 @@ def reproduce(material: Material) -> Html:
         place = shlex.quote(str(run.path))
         if run.federation is not None:
             lines += [
-                f"# {run.name}: the federated run goes on, or shows its outcome",
+                "# the federated run goes on, or shows its outcome",
                 f"dphero federate --resume {place}",
                 "",
             ]
@@ -223,7 +223,8 @@ def reproduce(material: Material) -> Html:
         ]
     for item in material.reproduced:
         size = {"quick": " --quick", "full": " --full"}.get(item.about["size"], " --data digits")
-        lines.append(f"dphero reproduce {item.about['item']}{size} --out {shlex.quote(str(item.path.parent))}")
+        name = shlex.quote(item.about["item"])
+        lines.append(f"dphero reproduce {name}{size} --out {shlex.quote(str(item.path.parent))}")
     lines += [""] if material.reproduced else []
     for explained in material.explained:
         lines += [*_explain(explained.numbers, explained.place), ""]

@@ -1,7 +1,7 @@
 """A live page: a server on this machine's loopback that watches directories and tells the page what is new.
 
-The address holds a secret word, as other users of the machine reach the loopback too. Requests that name another host
-are refused: a web page elsewhere could send those.
+The address holds a secret word, as other users of the machine reach the loopback too. Requests that name another host,
+or come from a page of another origin, are refused: a web page elsewhere could send those.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
+from urllib.parse import parse_qs
 
 from dphero.experiments.reproduction.items import ITEMS
 from dphero.report.page import Report, build
-from dphero.report.read import read
+from dphero.report.reading.gather import read
 
 _HOST = "127.0.0.1"
 _WATCHED = (
@@ -52,6 +54,11 @@ class LiveServer(ThreadingHTTPServer):
         self._version = fingerprint(self.sources)
         self._report = build(read(self.sources), private_diagnostics=private_diagnostics)
         super().__init__((_HOST, port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a reader who has gone: the terminal belongs to the user."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:
@@ -95,30 +102,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: LiveServer
     server_version, sys_version = "dphero", ""
+    timeout = 30  # seconds for which a connection may say nothing
 
     def do_GET(self) -> None:
         """Send the page, or what is new."""
-        asked = urlsplit(self.path)
-        prefix = f"/{self.server.word}/"
-        if self.headers.get("Host") not in self.server.hosts():
+        path, _, query = self.path.partition("?")
+        prefix, hosts = f"/{self.server.word}/", self.server.hosts()
+        if self.headers.get("Host") not in hosts:
             self._send(HTTPStatus.FORBIDDEN, b"this host is not served", "text/plain")
-        elif asked.path == prefix:
-            version, report = self._latest()
-            self._send(HTTPStatus.OK, report.html(live=version).encode(), "text/html; charset=utf-8")
-        elif asked.path == f"{prefix}update":
-            self._update(parse_qs(asked.query).get("known", [""])[0])
-        else:
+        elif self.headers.get("Origin") not in (None, *(f"http://{host}" for host in hosts)):
+            self._send(HTTPStatus.FORBIDDEN, b"pages from elsewhere are not served", "text/plain")
+        elif path not in (prefix, f"{prefix}update"):
             self._send(HTTPStatus.NOT_FOUND, b"there is nothing here", "text/plain")
+        else:
+            try:
+                version, report = self.server.latest()
+            except (ValueError, OSError) as error:  # a directory went away; it may come back
+                words = str(error).encode(errors="replace")
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, words, "text/plain; charset=utf-8")
+                return
+            if path == prefix:
+                page = report.html(live=version).encode(errors="replace")
+                self._send(HTTPStatus.OK, page, "text/html; charset=utf-8")
+            else:
+                self._update(version, report, parse_qs(query).get("known", [""])[0])
 
-    def _latest(self) -> tuple[str, Report]:
-        return self.server.latest()
-
-    def _update(self, known: str) -> None:
-        try:
-            version, report = self._latest()
-        except (ValueError, OSError) as error:  # a directory went away; it may come back
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, str(error).encode(), "text/plain; charset=utf-8")
-            return
+    def _update(self, version: str, report: Report, known: str) -> None:
         if version == known:
             self._send(HTTPStatus.NO_CONTENT, b"", "text/plain")
             return
@@ -133,12 +142,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
-        try:
-            self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # the reader has gone
+        self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Say nothing: the terminal belongs to the user."""

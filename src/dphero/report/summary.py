@@ -9,7 +9,8 @@ from pathlib import Path
 from dphero.experiments.comparison.table import Row, tabulate
 from dphero.report.gain import RATES, Gain, worst_gain
 from dphero.report.markup import Html, join, table, tag
-from dphero.report.read import Material, Run
+from dphero.report.reading.gather import Material
+from dphero.report.reading.runs import Run
 from dphero.report.words import Verdict, accuracy, epsilon, explain_epsilon, explain_gain, percent, setting, verdict
 
 _MANY = 12  # settings; the table of more is folded
@@ -43,9 +44,7 @@ def _one(material: Material, row: Row) -> Html:
             f"at δ = {row.delta:g}",
             badge(verdict(row, runs)),
         ),
-        _tile(
-            "an attacker finds at most", _found(gain, RATES[1]), "of the members, accusing 1 in 100 outsiders wrongly"
-        ),
+        _tile("an attacker finds at most", _found(gain, RATES[1]), _of_whom(gain)),
         _tile("test accuracy", value(accuracy(*_accuracy(row, runs)), _accuracy(row, runs)[0]), _seeds(row)),
         _tile("state", _state(row, runs), _steps(row, runs)),
     ]
@@ -85,14 +84,15 @@ def _tiles(material: Material) -> Html | None:
     ]
     if not proven:
         return None
-    best = max(proven, key=lambda row: row.accuracy or 0.0)
+    whole = [row for row in proven if row.remark == ""]  # labels alone are less than whole examples
+    best = max(whole or proven, key=lambda row: row.accuracy or 0.0)
     gain = worst_gain(material.runs_of(best))
     spread = "" if best.spread is None else f"± {100 * best.spread:.2f} over {best.seeds} runs: "
     of_all = f"{spread}{_name(best)}" + (f", of {len(proven)} settings with a proven bound" if len(proven) > 1 else "")
     shown = value(accuracy(best.accuracy), best.accuracy)
     tiles = [_tile("most accurate", shown, of_all, badge(verdict(best, material.runs_of(best))))]
     if gain.curve is not None:
-        note = f"of its members, accusing 1 in 100 outsiders wrongly (true ε {epsilon(best.epsilon)})"
+        note = f"{_of_whom(gain)} (true ε {epsilon(best.epsilon)})"
         tiles.append(_tile("an attacker finds at most", _found(gain, RATES[1]), note))
     free = [row for row in material.rows if row.protects == "nothing" and row.data == best.data and row.accuracy]
     if free:
@@ -129,6 +129,8 @@ def outcomes(material: Material) -> Html:
     found = ("found at 1 %", "found at 0.1 %") if known else ()
     headings = ("setting", "true ε", "accuracy", *found, "runs")
     meaning = "“Found at 1 %”: the most members that any attacker finds who accuses 1 % of outsiders wrongly."
+    if any(gain.labels_only for gain in gains):
+        meaning += " Of labels: the most exchanged labels; who was in the data is not protected."
     gone = "What an attacker could find is not known: of these runs the table alone is left, without their ledgers."
     caption = "What each setting costs, reaches and gives away" if known else "What each setting costs and reaches"
     shown = table(headings, lines, caption=caption, numbers=range(1, len(headings) - 1))
@@ -137,24 +139,34 @@ def outcomes(material: Material) -> Html:
 
 def _name(row: Row) -> str:
     """What a row is called beside its verdict."""
-    asked = "" if row.asked_epsilon is None or row.protects == "nothing" else f", ε = {row.asked_epsilon:g} asked"
-    return f"{row.label}{asked}"
+    noise = "" if row.noise_multiplier is None else f", σ = {row.noise_multiplier:.4g}"
+    asked = noise if row.asked_epsilon is None else f", ε = {row.asked_epsilon:g} asked"
+    labels = f" ({row.remark})" if row.sound and row.protects != "nothing" and row.remark else ""
+    return f"{row.label}{'' if row.protects == 'nothing' else asked}{labels}"
+
+
+def _of_whom(gain: Gain) -> str:
+    """What a share that an attacker finds is a share of."""
+    if gain.labels_only:
+        return "of exchanged labels, taking 1 in 100 others for exchanged; who was in the data is not protected"
+    return "of the members, accusing 1 in 100 outsiders wrongly"
 
 
 def _found(gain: Gain, rate: float) -> Html:
     if gain.curve is None:
         return tag("span", "not known", title=gain.reason)
     exact = gain.rates[rate]
-    return value(percent(exact) + ("" if gain.is_bound else " (not proven)"), exact)
+    of_labels = " of labels" if gain.labels_only else ""
+    return value(percent(exact) + of_labels + ("" if gain.is_bound else " (not proven)"), exact)
 
 
 def _spent(material: Material, row: Row) -> float | None:
     """The ε of a row: of its finished runs, or of what the others have spent so far."""
     if row.epsilon is not None or row.protects == "nothing":
         return math.inf if row.protects == "nothing" else row.epsilon
-    last = [run.metrics[-1].get("epsilon") for run in material.runs_of(row) if run.metrics]
-    known = [float(each) for each in last if isinstance(each, int | float)]
-    return max(known, default=None)
+    last = [run.metrics[-1] for run in material.runs_of(row) if run.metrics]
+    spent = [line["epsilon"] for line in last if "epsilon" in line]
+    return max((math.inf if each is None else float(each) for each in spent), default=None)
 
 
 def _accuracy(row: Row, runs: Sequence[Run]) -> tuple[float | None, float | None]:

@@ -10,9 +10,10 @@ from typing import Any
 from dphero.accounting.statement import round_up
 from dphero.experiments.comparison.table import Row, shown_price
 from dphero.report.gain import RATES, Gain
-from dphero.report.read import Run
+from dphero.report.reading.runs import Run
 
 _TELLING = 100.0  # factors above this are no comfort
+_NOBODY = 50.0  # an ε above this limits nothing that could be observed
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Verdict:
 def verdict(row: Row, runs: Sequence[Run] = ()) -> Verdict:
     """Return the verdict on the ε of a row, audits of its runs included."""
     if any(run.audit is not None and run.audit.get("refuted") is True for run in runs):
-        return Verdict("refuted", "refuted by an audit", "An attack found more than the printed ε allows.")
+        also = "" if row.sound else "unsound as published, "
+        return Verdict("refuted", f"{also}refuted by an audit", "An attack found more than the printed ε allows.")
     if row.protects == "nothing":
         return Verdict("open", "not private", "This training adds no noise and promises nothing.")
     if not row.sound:
@@ -75,9 +77,11 @@ def explain_epsilon(row: Row) -> str:
     if math.isinf(row.epsilon):
         return f"Nothing is promised to {unit}: whoever sees the model may learn everything about it."
     if not row.sound:
+        large, unproven = ", which protects nobody in practice", ", and that is no proven bound"
+        meaning = large if row.epsilon > _NOBODY else "" if row.is_bound else unproven
         return (
-            f"The paper claims privacy for {unit}. The claim does not hold: the true ε is {epsilon(row.epsilon)}, "
-            "which protects nobody in practice."
+            f"UNSOUND AS PUBLISHED: privacy is claimed for {unit}, and the claim does not hold. The true ε is "
+            f"{epsilon(row.epsilon)}{meaning}."
         )
     factor = math.exp(row.epsilon) if row.epsilon < 50 else math.inf
     times = f"a factor of {round_up(factor, 2 if factor < 100 else 0):,g}" if factor < 1e6 else "an astronomical factor"
@@ -98,6 +102,13 @@ def explain_gain(gain: Gain) -> str:
     if few >= 0.995:
         return "Nothing stops an attacker: a test that finds every member without a false alarm is not ruled out."
     standing = "at most" if gain.is_bound else "about"
+    if gain.labels_only:
+        return (
+            f"Labels alone are protected: who was in the data is not. An attacker who knows every record, and suspects "
+            f"one label of being another, finds {standing} {percent(few)} of such exchanges if one unchanged label in "
+            f"1,000 may be taken for exchanged, and {standing} {percent(more)} if one in 100 may. Blind guessing finds "
+            "0.1 % and 1 %."
+        )
     return (
         f"An attacker who knows everything but whether one record was used, and sees all that was released, finds "
         f"{standing} {percent(few)} of the members if one outsider in 1,000 may be accused wrongly, and {standing} "

@@ -152,9 +152,16 @@
   function follow(state) {
     const line = document.getElementById("live");
     let known = state.version;
+    let asking = false; // one question at a time, however long the answer takes
     setInterval(async () => {
+      if (asking) return;
+      asking = true;
       try {
         const answer = await fetch(`update?known=${encodeURIComponent(known)}`);
+        if (answer.status === 503) {
+          line.textContent = `Nothing can be read at the moment: ${await answer.text()}`;
+          return;
+        }
         if (!answer.ok) throw new Error(answer.statusText);
         const news = answer.status === 204 ? null : await answer.json();
         if (news) {
@@ -170,6 +177,8 @@
         line.textContent = `Live: last looked at ${new Date().toLocaleTimeString()}.`;
       } catch (error) {
         line.textContent = "The server has stopped: this page no longer changes.";
+      } finally {
+        asking = false;
       }
     }, state.every);
   }

@@ -15,7 +15,8 @@ from typing import Any
 
 from dphero.report.figures import federated, outcomes, over_time, trials
 from dphero.report.figures.drawing import Drawing
-from dphero.report.read import Material, Run
+from dphero.report.reading.gather import Material
+from dphero.report.reading.runs import Run
 
 __all__ = [
     "accuracy", "budget", "claims", "clients", "diagnostics", "frontier", "gain", "partition", "seeds",

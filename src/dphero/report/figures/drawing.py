@@ -6,12 +6,14 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY, colours_of, move_apart
 
+_MOST_POINTS = 500  # of a line: more cannot be told apart on a screen
 _RIM, _SAME = 3, 0.02  # pixels that a line shows beside one above it; values that cannot be told apart
+_Point = TypeVar("_Point")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "pentagon", "star", "hexagon")
 
 
@@ -70,18 +72,29 @@ class Style:
         return {"color": self.colour, "dash": self.dash, "width": 1.2 if self.colour == GREY else 2}
 
 
+def kind(row: Row) -> str:
+    """Return what all lines of one look have in common: the method, and what must be read with it."""
+    return row.method + (f" ({row.remark})" if row.remark else "")
+
+
 def styles(rows: Sequence[Row]) -> dict[str, Style]:
-    """Return a style for each method: the colour it has in all pictures, and a shape besides."""
-    first = {row.method: row for row in reversed(rows)}
-    reached = {name: max((row.accuracy or 0.0 for row in rows if row.method == name), default=0.0) for name in first}
-    best_first = {name: name for name in sorted(first, key=lambda name: -reached[name])}
+    """Return a style for each :func:`kind`: the colour its method has in all pictures, and a shape besides."""
+    first = {kind(row): row for row in reversed(rows)}
+    reached = {name: max((row.accuracy or 0.0 for row in rows if kind(row) == name), default=0.0) for name in first}
+    best_first = {name: first[name].method for name in sorted(first, key=lambda name: -reached[name])}
     colours = colours_of(best_first, [name for name, row in first.items() if not row.sound])
     found: dict[str, Style] = {}
-    for number, row in enumerate({row.method: first[row.method] for row in rows}.values()):
-        name = row.method + (f" ({row.remark})" if row.remark else "")
+    for number, name in enumerate(dict.fromkeys(map(kind, rows))):
+        row = first[name]
         dash = "dot" if not row.sound else "dash" if row.protects == "nothing" else "solid"
-        found[row.method] = Style(name, colours[row.method], _SYMBOLS[number % len(_SYMBOLS)], dash)
+        found[name] = Style(name, colours[name], _SYMBOLS[number % len(_SYMBOLS)], dash)
     return found
+
+
+def thinned(points: Sequence[_Point]) -> Sequence[_Point]:
+    """Return a line of at most so many points as a screen can show: the first, the last, and some between."""
+    every = math.ceil(len(points) / _MOST_POINTS)
+    return points if every <= 1 else [*points[:-1:every], points[-1]]
 
 
 def layout(x: str, y: str) -> dict[str, Any]:
@@ -144,10 +157,13 @@ def line_ends(
 
 def line_label(row: Row) -> str:
     """Return what a line stands for: method, setting and ε."""
-    asked = row.asked_epsilon
+    asked, noise = row.asked_epsilon, row.noise_multiplier
     if row.protects == "nothing":
-        return f"{row.label} ({row.remark})" if row.remark else row.label
-    at = f", ε = {asked:g}" if asked is not None and math.isfinite(asked) else ""
+        at = ""
+    elif asked is not None and math.isfinite(asked):
+        at = f", ε = {asked:g}"
+    else:
+        at = f", σ = {noise:.4g}" if noise is not None else ""
     return f"{row.label}{at}" + (f" ({row.remark})" if row.remark else "")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dphero.experiments.pictures import GREY, METHOD_COLOURS
 from dphero.report.figures.drawing import Drawing, layout, safe
-from dphero.report.read import Run
+from dphero.report.reading.runs import Run
 from dphero.report.words import epsilon as shown_epsilon
 
 _MOST_CLIENTS = 200

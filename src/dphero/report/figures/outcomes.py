@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dphero.experiments.comparison.table import Row
-from dphero.report.figures.drawing import Drawing, Style, layout, line_ends, line_label, safe, styles
-from dphero.report.read import Material, Run
+from dphero.report.figures.drawing import Drawing, Style, kind, layout, line_ends, line_label, safe, styles
+from dphero.report.reading.gather import Material
+from dphero.report.reading.runs import Run
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
 
@@ -26,7 +27,7 @@ def frontier(material: Material) -> Drawing | None:
     style, data, named = styles(material.rows), [], []
     ends = [min(_asked(row) or 1.0 for row in placed), max(_asked(row) or 1.0 for row in placed)]
     for label, group in _groups(rows).items():
-        look = style[group[0].method]
+        look = style[kind(group[0])]
         points = sorted((row for row in group if _asked(row) is not None), key=lambda row: _asked(row) or 0.0)
         if points:
             data += [_points(label, points, look), _single_runs(material, label, points, look)]
@@ -165,7 +166,7 @@ def seeds(material: Material) -> Drawing | None:
         values = [run.result["accuracy"] for run in finished if run.result is not None]
         label = safe(line_label(row))
         data.append(
-            style[row.method].trace(shown)
+            style[kind(row)].trace(shown)
             | {
                 "x": values,
                 "y": [label] * len(values),
@@ -174,7 +175,7 @@ def seeds(material: Material) -> Drawing | None:
                 "hovertemplate": "%{customdata}: %{x:.2%}<extra></extra>",
             }
         )
-        data.append(_mean(row, label, style[row.method]))
+        data.append(_mean(row, label, style[kind(row)]))
         lines.append(
             [line_label(row), shown_accuracy(row.accuracy, row.spread), " ".join(f"{100 * v:.2f}" for v in values)]
         )

@@ -9,9 +9,9 @@ from typing import Any
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY
 from dphero.experiments.plots import mean_curve
-from dphero.report.figures.drawing import Drawing, Style, layout, line_label, safe, styles, wider_below
+from dphero.report.figures.drawing import Drawing, Style, kind, layout, line_label, safe, styles, thinned, wider_below
 from dphero.report.gain import RATES, Gain, worst_gain
-from dphero.report.read import Material
+from dphero.report.reading.gather import Material
 from dphero.report.words import accuracy as shown_accuracy
 from dphero.report.words import epsilon as shown_epsilon
 from dphero.report.words import percent
@@ -37,7 +37,7 @@ def gain(material: Material) -> Drawing | None:
         places = [k for k, rate in enumerate(curve.false_positive_rates) if rate >= 1e-4]
         places = places[:: max(1, len(places) // _CURVE_POINTS)] + places[-1:]
         data.append(
-            style[row.method].trace(shown)
+            style[kind(row)].trace(shown)
             | {
                 "x": [round(float(curve.false_positive_rates[k]), 7) for k in places],
                 "y": [round(float(curve.true_positive_rates[k]), 7) for k in places],
@@ -48,7 +48,8 @@ def gain(material: Material) -> Drawing | None:
         )
     widened = wider_below(data)
     together = "Methods with the same noise have the same curve, and their colours lie upon each other."
-    note = "" if widened == data else together
+    labels = "Of methods that protect labels only, the curve is about exchanged labels: they do not hide who was there."
+    notes = ["" if widened == data else together, labels if any(each.labels_only for _, each in known) else ""]
     guess: dict[str, Any] = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing"}
     guess |= {"legendgroup": "guessing", "line": {"color": "#888888", "width": 1, "dash": "dot"}, "hoverinfo": "skip"}
     rates = {"type": "log", "tickformat": "~%", "dtick": 1}
@@ -69,7 +70,7 @@ def gain(material: Material) -> Drawing | None:
         {"data": [*widened, guess], "layout": drawn},
         ("setting", "ε", "found at 0.1 % false positives", "found at 1 % false positives"),
         lines,
-        note=note,
+        note=" ".join(filter(None, notes)),
     )
 
 
@@ -80,7 +81,7 @@ def _names(known: Sequence[tuple[Row, Gain]]) -> list[dict[str, Any]]:
         if each.curve is not None and row.epsilon is not None and math.isfinite(row.epsilon):
             height = math.log10(max(each.rates[RATES[0]], 1e-4))
             if height < -0.1 and all(abs(height - other) > _APART for other in found):
-                asked = row.epsilon if row.asked_epsilon is None else row.asked_epsilon
+                asked = row.epsilon if row.asked_epsilon is None or not row.sound else row.asked_epsilon
                 found[height] = f"ε = {asked:.4g}"
     font = {"color": GREY, "size": 11}
     place = {"x": math.log10(RATES[0]), "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": font}
@@ -105,7 +106,7 @@ def budget(material: Material) -> Drawing | None:
                 unbounded.append(line_label(row))
             continue
         largest = max(largest, *(mean for _, mean, _ in curve))
-        data.append(style[row.method].trace(shown) | _points(row, curve, "ε = %{y:.4~g}"))
+        data.append(style[kind(row)].trace(shown) | _points(row, curve, "ε = %{y:.4~g}"))
         middle = curve[len(curve) // 2]
         asked = "" if row.asked_epsilon is None else f"{row.asked_epsilon:g}"
         lines.append([line_label(row), shown_epsilon(middle[1]), shown_epsilon(curve[-1][1]), asked])
@@ -132,10 +133,11 @@ def accuracy(material: Material) -> Drawing | None:
         curve = _curve(material, row, "accuracy")
         if not curve:
             continue
+        drawn_curve = thinned(curve)
         if row.seeds > 1 and len(material.rows) <= _MOST_BANDS:
-            data.append(_band(curve, style[row.method], row))
-        points = _points(row, curve, "%{y:.2%} ± %{customdata:.2%}")
-        data.append(style[row.method].trace(shown) | points | {"customdata": [spread for _, _, spread in curve]})
+            data.append(_band(drawn_curve, style[kind(row)], row))
+        points = _points(row, drawn_curve, "%{y:.2%} ± %{customdata:.2%}")
+        data.append(style[kind(row)].trace(shown) | points | {"customdata": [spread for _, _, spread in drawn_curve]})
         best = max(mean for _, mean, _ in curve)
         lines.append(
             [
@@ -182,9 +184,9 @@ def diagnostics(material: Material) -> Drawing | None:
     for row in material.rows:
         loss, clipped = _curve(material, row, "loss"), _curve(material, row, "clipped")
         if loss:
-            data.append(style[row.method].trace(shown) | _points(row, loss, "loss %{y:.4~g}"))
+            data.append(style[kind(row)].trace(shown) | _points(row, loss, "loss %{y:.4~g}"))
         if clipped:
-            data.append(style[row.method].trace(shown) | _points(row, clipped, "clipped %{y:.1%}") | {"yaxis": "y2"})
+            data.append(style[kind(row)].trace(shown) | _points(row, clipped, "clipped %{y:.1%}") | {"yaxis": "y2"})
         if loss or clipped:
             ends = (f"{loss[-1][1]:.4g}" if loss else "–", f"{100 * clipped[-1][1]:.1f} %" if clipped else "–")
             lines.append([line_label(row), *ends])
@@ -213,6 +215,7 @@ def _curve(material: Material, row: Row, name: str) -> _Curve:
 
 def _points(row: Row, curve: _Curve, shown: str) -> dict[str, Any]:
     """Return the points of a line, and what is shown of each by hovering."""
+    curve = thinned(curve)
     return {
         "x": [x for x, _, _ in curve],
         "y": [mean for _, mean, _ in curve],

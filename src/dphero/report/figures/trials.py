@@ -8,7 +8,8 @@ from typing import Any
 
 from dphero.experiments.pictures import VERDICT_COLOURS
 from dphero.report.figures.drawing import Drawing, layout, line_label, safe
-from dphero.report.read import Material, Run
+from dphero.report.reading.gather import Material
+from dphero.report.reading.runs import Run
 from dphero.report.words import epsilon as shown_epsilon
 from dphero.report.words import verdict
 
@@ -40,19 +41,20 @@ def claims_of(material: Material) -> list[Claim]:
 
 
 def _audited(run: Run, whose: str) -> list[Claim]:
-    """What the audit of a run found."""
+    """What the audit of a run found; that no attack refuted what is unsound does not make it sound."""
     audit, found = run.audit or {}, []
+    otherwise, mark = ("unsound", " (UNSOUND AS PUBLISHED)") if run.unsound else ("sound", "")
     ledger = audit.get("ledger")
     if isinstance(ledger, dict):
-        kind = "refuted" if ledger.get("refuted") else "sound"
+        kind = "refuted" if ledger.get("refuted") else otherwise
         printed, costs = _number(ledger.get("printed_epsilon")), _number(ledger.get("ledger_epsilon"))
-        found.append(_claim(f"{whose}printed, against its ledger", printed, costs, None, kind))
+        found.append(_claim(f"{whose}printed, against its ledger{mark}", printed, costs, None, kind))
     for each in [*_list(audit.get("audits")), *_list(audit.get("one_run"))]:
         claimed = _number(each.get("claimed_epsilon"))
         audited, true = _number(each.get("audited_epsilon")), _number(each.get("true_epsilon"))
         sigma = _number(each.get("noise_multiplier"))
-        name = f"{whose}{each.get('mechanism', 'audit')}" + ("" if sigma is None else f", σ = {sigma:.3g}")
-        found.append(_claim(name, claimed, true, audited, "refuted" if each.get("refuted") else "sound"))
+        name = f"{whose}{each.get('mechanism', 'audit')}" + ("" if sigma is None else f", σ = {sigma:.3g}") + mark
+        found.append(_claim(name, claimed, true, audited, "refuted" if each.get("refuted") else otherwise))
     return found
 
 

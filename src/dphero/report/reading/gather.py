@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dphero._files import DamagedFile, read_bytes
-from dphero.accounting import Ledger
-from dphero.experiments.comparison.plan import Planned, load_plan
-from dphero.experiments.comparison.sweep import Outcome
+from dphero.accounting.statement import UNSOUND_AS_PUBLISHED
+from dphero.experiments.comparison.plan import load_plan
 from dphero.experiments.comparison.table import Row, tabulate
 from dphero.experiments.reproduction.items import ITEMS
-from dphero.experiments.runs.files import parse_json, read_json
-from dphero.experiments.runs.rundir import RunDirectory
-from dphero.methods import METHODS
-from dphero.methods.recipe import Recipe
-from dphero.report.drawn import Explained, Reproduced, read_explained, read_reproduced
+from dphero.experiments.runs.files import read_json
+from dphero.report.reading import values
+from dphero.report.reading.drawn import Explained, Reproduced, read_explained, read_reproduced
+from dphero.report.reading.runs import Run, looks_like_run, read_partition, read_run
 
-_RESULT = (
-    "accuracy", "epsilon", "delta", "steps", "is_bound", "accountant", "other_prices", "noise_multiplier", "seconds",
-)  # fmt: skip
-_NOT_COMPARED = ("method", "epsilon", "noise_multiplier", "seed", "device", "cuda_graphs", "secure", "options")
+_NOT_COMPARED = ("method", "epsilon", "noise_multiplier", "seed", "device", "cuda_graphs", "secure")
+_DAMAGE = (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _Drawn = TypeVar("_Drawn", Explained, Reproduced)
 _REPRODUCED = tuple(f"{name}.json" for name in ITEMS)
 
@@ -42,64 +36,6 @@ class Problem:
 
     place: str
     what: str
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Who holds what in a simulated federation: examples of each class, a row for each client."""
-
-    clients: tuple[str, ...]
-    classes: tuple[str, ...]
-    counts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """What the files of one run tell.
-
-    Attributes:
-        name: As the page calls it; no other run has the same.
-        path: Its directory.
-        recipe: What it does.
-        result: The outcome; ``None`` while it is not finished.
-        metrics: The evaluations so far.
-        ledger: What was released so far; ``None`` if there is none yet.
-        statement: What was promised, as text; empty while the run is not finished.
-        environment: Versions and machine.
-        federation: The federation's settings, of a federated run.
-        partition: Who holds what, of a simulated one.
-        audit: What an audit found, if there was one.
-        target: The ε at which a comparison sets it, where its recipe cannot ask for one.
-        setting: What was varied, beyond method, ε and seed.
-        error: Why it failed, if a comparison says so.
-    """
-
-    name: str
-    path: Path
-    recipe: Recipe
-    result: Mapping[str, Any] | None = None
-    metrics: Sequence[Mapping[str, Any]] = ()
-    ledger: Ledger | None = None
-    statement: str = ""
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    federation: Mapping[str, Any] | None = None
-    partition: Partition | None = None
-    audit: Mapping[str, Any] | None = None
-    target: float | None = None
-    setting: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        """The run as tables of comparisons take it."""
-        planned = Planned(self.name, self.recipe, self.target, self.setting)
-        return Outcome(planned, self.path, self.result, self.error)
-
-    def _repr_html_(self) -> str:
-        """The run in a notebook."""
-        from dphero.report.summary import run_card
-
-        return run_card(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +80,7 @@ def read(paths: Iterable[str | PathLike[str]]) -> Material:
             raise ValueError(f"{source} {what}: name the directory of a run, a comparison or a federated run")
         reader.add(source)
     runs = _named_apart(_set_apart(reader.alone) + reader.compared)
-    rows = _with_data([*tabulate([run.outcome for run in runs]), *reader.old_rows])
+    rows = _with_data([*_marked(tabulate([run.outcome for run in runs]), runs), *reader.old_rows])
     problems = reader.problems + [Problem(*each) for explained in reader.explained for each in explained.problems]
     drawn = tuple(reader.explained), tuple(reader.reproduced)
     return Material(sources, tuple(runs), tuple(rows), tuple(problems), *drawn)
@@ -169,16 +105,16 @@ class _Reader:
         items = [path for path in items if os.path.lexists(path)]
         for path in items:
             self._drawn(path, read_reproduced, self.reproduced)
-        if items or os.path.lexists(source / "explain.json"):
+        if items:
             return
         if os.path.lexists(source / "plan.json"):
             self._comparison(source)
-        elif _looks_like_run(source):
+        elif looks_like_run(source):
             self._run(source, self.alone)
         else:
             found = sorted(each for each in source.iterdir() if each.is_dir() and not each.name.startswith("."))
-            inside = [each for each in found if _looks_like_run(each) or os.path.lexists(each / "plan.json")]
-            if not inside:
+            inside = [each for each in found if looks_like_run(each) or os.path.lexists(each / "plan.json")]
+            if not inside and not os.path.lexists(source / "explain.json"):
                 what = "holds no run, no comparison and no federated run: there is no recipe.toml or plan.json in it"
                 self.problems.append(Problem(str(source), what))
             for each in inside:
@@ -187,26 +123,22 @@ class _Reader:
     def _comparison(self, source: Path) -> None:
         try:
             plan = load_plan(source, trust=True)  # nothing is imported: its names are only shown
-        except (ValueError, OSError) as error:
+            values.check_plan(plan, source / "plan.json")
+        except _DAMAGE as error:
             self.problems.append(Problem(str(source / "plan.json"), _short(error, source)))
             for each in sorted((source / "runs").glob("*/recipe.toml")):
                 self._run(each.parent, self.alone)
             return
-        table = self._optional(source / "table.json") or {}
+        table = self._optional(source / "table.json", values.check_table) or {}
         if not (source / "runs").is_dir() and table:
             self._old_rows(table, source / "table.json")
             return
-        errors = {
-            name: str(error)
-            for row in table.get("rows", [])
-            if isinstance(row, dict) and isinstance(row.get("errors"), dict)
-            for name, error in row["errors"].items()
-        }
+        errors = {name: str(error) for row in table.get("rows", []) for name, error in row.get("errors", {}).items()}
         for planned in plan:
             about: dict[str, Any] = {"target": planned.target, "setting": dict(planned.setting)}
             about["error"] = errors.get(planned.name)
             path = source / "runs" / planned.name
-            if _looks_like_run(path):
+            if looks_like_run(path):
                 self._run(path, self.compared, **about)
             else:  # not begun
                 self.compared.append(Run(planned.name, path, planned.recipe, **about))
@@ -215,100 +147,68 @@ class _Reader:
         """Take the rows of a table whose runs are gone."""
         names = {each.name for each in fields(Row)}
         try:
-            for values in table["rows"]:
-                kept = {name: value for name, value in values.items() if name in names}
-                kept |= {"runs": tuple(values["runs"])}
+            for given in table["rows"]:
+                kept = {name: value for name, value in given.items() if name in names} | {"runs": tuple(given["runs"])}
+                if kept["epsilon"] is None and kept["seeds"]:
+                    kept["epsilon"] = math.inf  # as JSON has it
                 self.old_rows.append(Row(**kept))
-        except (KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             self.problems.append(Problem(str(path), f"its rows cannot be read ({error!r})"))
 
     def _run(self, path: Path, to: list[Run], **about: Any) -> None:
         try:
-            run = _read_run(path)
-        except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+            run = read_run(path)
+        except _DAMAGE as error:
             self.problems.append(Problem(str(path), _short(error, path)))
             return
-        audit = self._optional(path / "audit" / "audit.json")
+        audit = self._optional(path / "audit" / "audit.json", values.check_audit)
         partition = None
         if run.federation is not None:
             try:
-                partition = _partition(path / "partition.csv")
-            except (ValueError, OSError) as error:
+                partition = read_partition(path / "partition.csv")
+            except _DAMAGE as error:
                 self.problems.append(Problem(str(path / "partition.csv"), _short(error, path)))
         to.append(replace(run, audit=audit, partition=partition, **about))
 
     def _drawn(self, path: Path, read_drawn: Callable[[Path], _Drawn], to: list[_Drawn]) -> None:
         try:
             to.append(read_drawn(path))
-        except (ValueError, OSError) as error:
+        except _DAMAGE as error:
             self.problems.append(Problem(str(path), _short(error, path.parent)))
 
-    def _optional(self, path: Path) -> dict[str, Any] | None:
+    def _optional(self, path: Path, check: Callable[[Mapping[str, Any], Path], None]) -> dict[str, Any] | None:
         """Read a file of JSON that a run can do without."""
         if not os.path.lexists(path):
             return None
         try:
-            return read_json(path)
-        except (ValueError, OSError) as error:
+            found = read_json(path)
+            check(found, path)
+        except _DAMAGE as error:
             self.problems.append(Problem(str(path), _short(error, path.parent)))
             return None
+        return found
 
 
-def _looks_like_run(path: Path) -> bool:
-    return os.path.lexists(path / "recipe.toml")
-
-
-def _read_run(path: Path) -> Run:
-    """Read the files of a run; raise if what makes a run is damaged."""
-    directory = RunDirectory.open(path, trust=True)  # nothing is imported: its names are only shown
-    if directory.recipe.method not in METHODS:
-        raise ValueError(f"its method {directory.recipe.method!r} is not known to this dphero")
-    result = directory.result
-    if result is not None and (missing := [name for name in _RESULT if name not in result]):
-        raise DamagedFile(path / "result.json", f"it lacks {', '.join(missing)}")
-    texts = {name: _text(directory, name) for name in ("statement.txt", "environment.json", "federation.json")}
-    environment = parse_json(texts["environment.json"], path / "environment.json") if texts["environment.json"] else {}
-    federation = parse_json(texts["federation.json"], path / "federation.json") if texts["federation.json"] else None
-    ledger = directory.ledger if os.path.lexists(path / "ledger.json") else None
-    metrics = directory.metrics
-    if any(not isinstance(line.get("accuracy"), int | float) for line in metrics):
-        raise DamagedFile(path / "metrics.jsonl", "an evaluation has no accuracy")
-    statement = texts["statement.txt"].decode(errors="replace")
-    return Run(path.name, path, directory.recipe, result, metrics, ledger, statement, environment, federation)
-
-
-def _text(directory: RunDirectory, name: str) -> bytes:
-    return directory.read(name) if os.path.lexists(directory.path / name) else b""
-
-
-def _partition(path: Path) -> Partition | None:
-    if not os.path.lexists(path):
-        return None
-    lines = list(csv.reader(io.StringIO(read_bytes(path, follow=False).decode())))
-    try:
-        classes = tuple(lines[0][1:])
-        clients = tuple(line[0] for line in lines[1:])
-        counts = tuple(tuple(int(value) for value in line[1:]) for line in lines[1:])
-    except (IndexError, ValueError) as error:
-        raise DamagedFile(path, error) from error
-    if any(len(row) != len(classes) for row in counts):
-        raise DamagedFile(path, "its lines are not all of one length")
-    return Partition(clients, classes, counts)
+def _marked(rows: Sequence[Row], runs: Sequence[Run]) -> list[Row]:
+    """Mark rows of runs that are unsound as published though their method is not: by what else was released."""
+    unsound = {run.name for run in runs if run.unsound}
+    mark: dict[str, Any] = {"sound": False, "remark": UNSOUND_AS_PUBLISHED.upper()}
+    return [replace(row, **mark) if row.sound and unsound & set(row.runs) else row for row in rows]
 
 
 def _set_apart(runs: Sequence[Run]) -> list[Run]:
     """Give runs that no comparison knows the settings in which those of one method differ."""
-    flat = [{**run.recipe.as_dict(), "federated": _federated(run)} for run in runs]
+    flat = [_settings(run) for run in runs]
     differing = []
-    for name in sorted({name for values in flat for name in values} - set(_NOT_COMPARED)):
+    for name in sorted({name for each in flat for name in each} - set(_NOT_COMPARED)):
         by_method: dict[str, set[str]] = {}
-        for run, values in zip(runs, flat, strict=True):
-            by_method.setdefault(run.recipe.method, set()).add(repr(values.get(name)))
+        for run, each in zip(runs, flat, strict=True):
+            by_method.setdefault(run.recipe.method, set()).add(repr(each.get(name)))
         if any(len(found) > 1 for found in by_method.values()):
             differing.append(name)
     return [
-        replace(run, setting={name: values[name] for name in differing if values.get(name) is not None})
-        for run, values in zip(runs, flat, strict=True)
+        replace(run, setting={name: each[name] for name in differing if each.get(name) is not None})
+        for run, each in zip(runs, flat, strict=True)
     ]
 
 
@@ -319,8 +219,13 @@ def _with_data(rows: Sequence[Row]) -> list[Row]:
     return [replace(row, setting={"data": Path(row.data).name or row.data, **row.setting}) for row in rows]
 
 
-def _federated(run: Run) -> str | None:
-    return None if run.federation is None else f"{run.federation.get('clients')} clients"
+def _settings(run: Run) -> dict[str, Any]:
+    """Return all settings of a run by name, those of its method and of its federation among them."""
+    found = run.recipe.as_dict()
+    options = found.pop("options", {})
+    if run.federation is not None:
+        found["federated"] = f"{run.federation['clients']} clients"
+    return {**found, **{f"options.{name}": value for name, value in options.items()}}
 
 
 def _named_apart(runs: Sequence[Run]) -> list[Run]:
