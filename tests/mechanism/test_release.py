@@ -165,7 +165,7 @@ def test_the_noisy_count_has_the_noise_that_is_charged() -> None:
     clipping = mechanism(run).clipping
     seen: list[float] = []
     clipping.adapt = lambda count, lot: seen.append(count)  # type: ignore[method-assign]
-    run.steps(200)
+    run.steps(600)
     assert clipping.count_noise is not None
     scores = np.array(seen) / clipping.count_noise
     assert stats.kstest(scores, "norm").pvalue > 0.01

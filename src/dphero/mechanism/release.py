@@ -165,10 +165,16 @@ class Mechanism:
         return noise, for_count
 
     def _bound_to(self, lot: ClippedSum) -> list[Tensor]:
-        """Return what the noise of a lot is bound to: its sums and count; on a GPU numbers that are known earlier."""
+        """Return what the noise of a lot is bound to: its shape, and the lot's sums, count and norms.
+
+        Else two runs with one seed, whose first lots are the same, would have one noise of two shapes, and the sum
+        could be solved for. On a GPU the sums are left out: the norms are known earlier.
+        """
+        ends = [(shape.smallest, shape.largest) for shape in self.noise_geometry.values()]
+        marks = [torch.tensor(ends, dtype=torch.float64, device="cpu"), *lot.marks]
         if not any(parameter.is_cpu for parameter in self._parameters.values()):
-            return list(lot.marks)
-        return [total.cpu() for total in (*lot.sums.values(), *(() if lot.count is None else (lot.count,)))]
+            return marks
+        return [*marks, *(total.cpu() for total in (*lot.sums.values(), *(() if lot.count is None else (lot.count,))))]
 
     def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""

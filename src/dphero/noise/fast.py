@@ -21,8 +21,8 @@ from dphero.noise.source import OneTimeSource, Target
 
 logger = logging.getLogger(__name__)
 
-_STREAM = 2
-"""Which words of the key stream make which numbers; in 1, of earlier versions, that went by the place in a release."""
+_STREAM = 3
+"""Which noise comes from a key: in 1 words went by the place in a release, in 2 noise was not bound to its scale."""
 
 
 class FastNoise(OneTimeSource):
@@ -41,9 +41,9 @@ class FastNoise(OneTimeSource):
     key that is never saved, and noise that is always made in float64, use `SecureNoise`.
 
     Two sums under one noise vector differ by exactly the people in them. So where a release says what its noise is for
-    (`bound_to`), its key is hashed from that too: a run that is resumed, or started again with its seed, draws
-    the same noise for the same sum, and independent noise as soon as anything is different. `state_dict()` holds the
-    key: keep it as secret as the data. A forked process draws a new key, also if there was a seed.
+    (`bound_to`), its key is hashed from that and from `std` too: a run that is resumed, or started again with its seed,
+    draws the same noise for the same sum, and independent noise as soon as anything is different. `state_dict()` holds
+    the key: keep it as secret as the data. A forked process draws a new key, also if there was a seed.
 
     Args:
         seed: None (default) takes 128 bits from the operating system. An integer makes the run repeatable;

@@ -47,8 +47,8 @@ class NoiseSource(Protocol):
             std: standard deviation, σ·C. Zero gives zeros, and uses the release up all the same.
             release: index of this release, larger than every index served before.
             bound_to: what the noise is for, as tensors on the CPU: the sum it will hide, or numbers that tell that sum
-                from others. A source that a key repeats gives the same noise for the same values, and independent
-                noise for any others.
+                from others. A source that a key repeats gives the same noise for the same values and `std`, and
+                independent noise for any others: one noise at two scales can be taken off both sums.
 
         Raises:
             RuntimeError: `release` is not larger than the last one served.
@@ -118,6 +118,8 @@ class OneTimeSource(ABC):
                 for target in targets:
                     target.tensor.zero_()
             elif filled := [target for target in targets if target.tensor.numel()]:
+                if bound_to:
+                    bound_to = [*bound_to, torch.tensor(std, dtype=torch.float64, device="cpu")]
                 self._bind(release, bound_to)
                 self._draw(filled, release)
 

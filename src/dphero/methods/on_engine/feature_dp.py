@@ -77,7 +77,7 @@ class Moments:
         """Return ``total + noise_multiplier · bound · z``."""
         self._ledger.record(Gaussian(noise_multiplier))
         noise = torch.empty_like(total)
-        self._noise.fill([noise], noise_multiplier * bound, self._releases)
+        self._noise.fill([noise], noise_multiplier * bound, self._releases, bound_to=[total.cpu()])
         self._releases += 1
         return total + noise
 

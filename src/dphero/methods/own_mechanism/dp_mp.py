@@ -205,8 +205,9 @@ class _ValidatedTrainer(_ShuffledTrainer):
         """Release a noisy accuracy, and lower the noise of later epochs if it has stopped rising."""
         noise = torch.empty((), dtype=torch.float64)
         # an example moves the count by at most 1: this multiplier makes the check cost what a batch costs
-        self.noise.fill([noise], self.sigma / math.sqrt(self.parts), self.noise.last_release + 1)
-        self.accuracies.append((self._count() + noise.item()) / self.held_out)
+        count = self._count()
+        self.draw([noise], self.sigma / math.sqrt(self.parts), torch.tensor(count))
+        self.accuracies.append((count + noise.item()) / self.held_out)
         checks, past = self.method.checks, self.accuracies
         if len(past) >= 2 * checks and len(past) % checks == 0:
             rise = sum(past[-checks:]) - sum(past[-2 * checks : -checks])

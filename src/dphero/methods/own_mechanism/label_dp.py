@@ -9,6 +9,7 @@ Only labels are protected. The images count as public: everything is computed fr
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from bisect import bisect_right
@@ -93,14 +94,17 @@ class LabelRandomiser:
         probabilities = response(self._labels[index], prior.cpu().double(), self.epsilon)
         reached = probabilities.cumsum(1)
         reached = reached / reached[:, -1:]  # ends at 1 exactly, where the last possible class is
-        return (reached > self._uniform(part, len(index))[:, None]).int().argmax(1)
+        return (reached > self._uniform(part, probabilities)[:, None]).int().argmax(1)
 
-    def _uniform(self, part: int, count: int) -> Tensor:
-        """Numbers in [0, 1), on the grid of 53 bits."""
+    def _uniform(self, part: int, probabilities: Tensor) -> Tensor:
+        """Numbers in [0, 1), on the grid of 53 bits; of a key they are others for other probabilities."""
+        count = len(probabilities)
         if self.key is None:
             words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
             return torch.from_numpy((words >> np.uint64(11)) * 2.0**-53)
-        return torch.from_numpy(_generator(self.key, part).random(count))
+        held = probabilities.contiguous().numpy().tobytes()
+        bound = hashlib.blake2b(held, key=self.key.to_bytes(16), digest_size=16).digest()
+        return torch.from_numpy(_generator(int.from_bytes(bound), part).random(count))
 
 
 def _generator(key: int, number: int) -> np.random.Generator:

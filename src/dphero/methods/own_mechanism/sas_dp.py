@@ -163,9 +163,9 @@ class _SearchTrainer(NoisyTrainer):
         energy = torch.stack(torch._foreach_norm(gradients)).square().sum().item()  # type: ignore[arg-type]
         energy = max(energy - self.size * (std / lot) ** 2, 0.0)
         half = self.search_epsilon / 2
-        noise = self._laplace(method.trials + 1)
-        threshold = noise[0] * method.loss_clip / half
         before = self._clipped_loss(rows)
+        noise = self._laplace(method.trials + 1, before)
+        threshold = noise[0] * method.loss_clip / half
         size = method.largest * self.task.recipe.lr
         try:
             for trial in range(method.trials):
@@ -191,10 +191,14 @@ class _SearchTrainer(NoisyTrainer):
         self.module.train()
         return found.item()
 
-    def _laplace(self, count: int) -> list[float]:
-        """Return standard Laplace noise: the difference of two exponentials, each half of two squared Gaussians."""
+    def _laplace(self, count: int, loss: float) -> list[float]:
+        """Return standard Laplace noise: the difference of two exponentials, each half of two squared Gaussians.
+
+        It is bound to the loss that the search begins with, and to the gradient that it follows.
+        """
         normals = torch.empty(4, count, dtype=torch.float64)
-        self.noise.fill([normals], 1.0, self.noise.last_release + 1)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        self.draw([normals], 1.0, torch.tensor([loss, self.search_epsilon], dtype=torch.float64), *gradients)
         first, second, third, fourth = normals.square().unbind(0)
         return ((first + second - third - fourth) / 2).tolist()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -139,10 +139,15 @@ class NoisyTrainer(OwnTrainer):
         assert self._ledger.steps, "noise is added only under an event"
         lot = self.task.recipe.lot
         gradients = {name: torch.empty_like(parameter) for name, parameter in self.parameters.items()}
-        self.noise.fill(list(gradients.values()), std / lot, self.noise.last_release + 1)
+        self.draw(list(gradients.values()), std / lot, *sums.values())
         for name, part in sums.items():
             gradients[name].add_(part, alpha=1 / lot)
         self.hand_over(gradients)
+
+    def draw(self, tensors: Sequence[Tensor], std: float, *values: Tensor) -> None:
+        """Overwrite tensors with noise that is bound to values: with one seed, other values never have the same."""
+        bound_to = [torch.tensor(self.step, device="cpu"), *(value.cpu() for value in values)]
+        self.noise.fill(tensors, std, self.noise.last_release + 1, bound_to=bound_to)
 
     def hand_over(self, gradients: Mapping[str, Tensor]) -> None:
         """Put a private gradient where the optimizer looks."""
