@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_BLOCK = 1000  # images whose features are kept at a time
+
 
 def place(out: Path, recipe: str, seed: int) -> Path:
     return out / f"{recipe}-seed-{seed}"
@@ -56,7 +58,10 @@ def one(recipe: str, seed: int, out: Path, validate: int, changes: dict[str, Any
 
 
 def share_features(place: Path) -> None:
-    """Compute the fixed features of the same images by the same model once, and keep them in files."""
+    """Compute the fixed features of the same images by the same model once, and keep them in files.
+
+    Beside a file of features stands how many of its rows are done: a process that was stopped goes on from there.
+    """
     import torch
 
     from dphero.experiments.runs import evaluation, preparation
@@ -65,12 +70,17 @@ def share_features(place: Path) -> None:
     place.mkdir(exist_ok=True)
 
     def features(model: Any, images: Any) -> Any:
+        with torch.no_grad():
+            shape = model.features(images[:1]).shape[1:]
         key = repr((repr(model.features), tuple(images.shape), float(images.double().sum())))
-        file = place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.pt"
-        if not file.exists():
-            torch.save(compute(model, images), file.with_suffix(".part"))
-            file.with_suffix(".part").rename(file)
-        return torch.load(file, mmap=True).to(images.device)
+        file = place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.f32"
+        count, size = file.with_suffix(".rows"), len(images) * shape.numel()
+        done = int(count.read_text()) if count.exists() else 0
+        rows = torch.from_file(str(file), shared=True, size=size).view(len(images), *shape)
+        for first in range(done, len(images), _BLOCK):
+            rows[first : first + _BLOCK] = compute(model, images[first : first + _BLOCK])
+            count.write_text(str(min(first + _BLOCK, len(images))))
+        return torch.from_file(str(file), size=size).view(len(images), *shape).to(images.device)
 
     evaluation.features = preparation.features = features  # type: ignore[attr-defined]
 

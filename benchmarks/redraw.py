@@ -21,7 +21,7 @@ import torch
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.plots import plot_accuracy
 from dphero.experiments.reproduction.figures import boxes, convergence, heterogeneity, linear, sigma, spectra, table1
-from dphero.experiments.reproduction.figures.curves import Curves
+from dphero.experiments.reproduction.figures.curves import Curves, Look
 from dphero.experiments.reproduction.settings import MNIST, Setting
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,11 +39,11 @@ def redraw_curves(item: Curves, directory: Path) -> None:
             point = (float(line["epoch"]), 100 * float(line["accuracy"]))
             sums.setdefault(key, {}).setdefault(int(line["step"]), []).append(point)
     curves = {
-        key: [(step, seeds[0][0], sum(each[1] for each in seeds) / len(seeds)) for step, seeds in sorted(steps.items())]
+        key: [Look.of(step, seeds[0][0], [each[1] for each in seeds]) for step, seeds in sorted(steps.items())]
         for key, steps in sums.items()
     }
     rows = [row | {"setting": Setting(row["σ"], row["L"], row["η"])} for row in kept["rows"]]
-    item._draw(curves, rows, item.shapes[kept["size"]], kept["size"], directory)
+    item.draw(curves, rows, item.shapes[kept["size"]], kept["size"], directory)
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
@@ -67,7 +67,7 @@ def redraw_boxes(directory: Path) -> None:
     for point in read_points(directory / "epsilon-boxes.csv"):
         groups.setdefault((point["ε asked"], point["method"]), []).append(point["accuracy"])
     words = kept["notes"][0].removeprefix(f"{kept['size']}: ").removesuffix(".")
-    boxes._draw(groups, kept["rows"], kept["size"], words, directory)
+    boxes.draw(groups, kept["rows"], kept["size"], words, directory)
 
 
 def redraw_linear(directory: Path) -> None:
@@ -78,7 +78,7 @@ def redraw_linear(directory: Path) -> None:
     assert found is not None
     words = kept["notes"][0].removeprefix(f"{kept['size']}: ")
     note = f"{kept['size'].upper()}: {words} ε of one release at σ = 1, δ = 1e-05."
-    linear._draw(read_points(directory / "linear-analysis.csv"), rows, float(found[1]) / 100, note, directory)
+    linear.draw(read_points(directory / "linear-analysis.csv"), rows, float(found[1]) / 100, note, directory)
 
 
 def redraw_spectra(directory: Path) -> None:
@@ -92,14 +92,14 @@ def redraw_spectra(directory: Path) -> None:
             scales.setdefault(key, []).append(point["noise / σC"])
     prices = [{"epsilon": math.inf} | point for point in points if "curve" in point]
     tensors = {key: torch.tensor(values) for key, values in scales.items()}
-    spectra._draw(tensors, prices, kept["size"], MNIST[kept["size"]], directory)
+    spectra.draw(tensors, prices, kept["size"], MNIST[kept["size"]], directory)
 
 
 def redraw_heterogeneity(directory: Path) -> None:
     """Draw accuracies by exponent and scope."""
     kept = json.loads((directory / "heterogeneity.json").read_text())
     words = kept["notes"][0].removeprefix(f"{kept['size']}: ").removesuffix(".")
-    heterogeneity._draw(kept["rows"], heterogeneity._SHAPES[kept["size"]], kept["size"], words, directory)
+    heterogeneity.draw(kept["rows"], heterogeneity.SHAPES[kept["size"]], kept["size"], words, directory)
 
 
 def redraw_sigma(directory: Path) -> None:
@@ -113,7 +113,7 @@ def redraw_sigma(directory: Path) -> None:
         ]
     rows = sorted(kept["rows"], key=lambda row: [int(part) for part in row["layer"].split(".")])
     words = kept["notes"][0].removeprefix(f"{kept['size']}: ").partition(";")[0]
-    sigma._draw(points, rows, f"{kept['size'].upper()}: {words}.", directory)
+    sigma.draw(points, rows, f"{kept['size'].upper()}: {words}.", directory)
 
 
 OTHERS = {
@@ -149,7 +149,7 @@ def main(names: list[str]) -> None:
         rows = [
             {**row, "ε printed": float("inf") if row["ε printed"] is None else row["ε printed"]} for row in kept["rows"]
         ]
-        table1._draw(rows, kept["size"], reproduction)
+        table1.draw(rows, kept["size"], reproduction)
     if not names or "mnist-methods" in names:
         redraw_comparison(RESULTS / "mnist-methods")
 

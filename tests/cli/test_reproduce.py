@@ -43,6 +43,19 @@ def test_list_names_every_item_its_place_in_the_paper_and_its_time():
     assert all(name in narrow for name in ITEMS) and "…" not in narrow
 
 
+def test_in_80_columns_the_list_has_two_lines_for_each_item_in_columns_that_stand_below_each_other():
+    shown = CliRunner().invoke(app, ["reproduce", "list"], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, shown)) <= 80
+    headings, pairs = shown[0], list(zip(shown[2::2], shown[3::2], strict=False))[: len(ITEMS)]
+    kept = {item["name"]: item for item in json.loads(run("list", "--json").stdout)}
+    for (line, below), name in zip(pairs, ITEMS, strict=True):
+        item = kept[name]
+        cells = {"item": name, "in the paper": item["paper"], "--quick": item["minutes"]["quick"]}
+        for heading, cell in (cells | {"--full": item["minutes"]["full"]}).items():
+            assert line[headings.index(heading) :].startswith(cell), (heading, line)
+        assert below == f"    {item['shows']}"
+
+
 def test_an_item_prints_a_table_and_says_what_is_unsound(tmp_path):
     result = run("linear-analysis", "--data", "digits", "--out", tmp_path)
     assert result.exit_code == 0, result.output

@@ -5,19 +5,22 @@ import json
 import math
 import os
 import signal
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 
 from dphero.accounting import Ledger, PoissonGaussian, claimed_by_paper, price
 from dphero.experiments import Interrupted
-from dphero.experiments.comparison.plan import save_plan
-from dphero.experiments.comparison.sweep import outcomes, sweep
+from dphero.experiments.comparison.plan import Planned, save_plan
+from dphero.experiments.comparison.sweep import Outcome, outcomes, sweep
 from dphero.experiments.comparison.worker import train_run
 from dphero.experiments.reproduction import drawing, running
-from dphero.experiments.reproduction.figures import convergence, linear, table1
+from dphero.experiments.reproduction.figures import convergence, curves, linear, table1
 from dphero.experiments.reproduction.items import ITEMS, find
+from dphero.experiments.reproduction.report import brief
 from dphero.experiments.reproduction.settings import (
     DELTAS,
     LOTS,
@@ -28,6 +31,7 @@ from dphero.experiments.reproduction.settings import (
     UNSOUND,
     noise_for,
 )
+from dphero.methods.recipe import Recipe
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -124,6 +128,44 @@ def test_each_row_has_its_true_price_and_the_published_one_its_claim_besides(rep
 def test_the_curves_have_a_point_at_every_look(reproduced):
     points = reproduced("iterations")[0].report.points
     assert {point["step"] for point in points if point["method"] != "sgd"} == {2, 4}
+
+
+@dataclass(frozen=True)
+class Ran(Outcome):
+    """A finished run that was at these accuracies, in percent."""
+
+    looks: tuple = ()
+
+    @property
+    def metrics(self):
+        return [{"step": step, "epoch": step, "accuracy": each / 100} for step, each in enumerate(self.looks)]
+
+
+def ran(method, seed, *looks, sigma=None):
+    recipe = Recipe(data="digits", model="digits", method=method, noise_multiplier=sigma, lot=50, seed=seed)
+    result = {"accuracy": looks[-1] / 100, "epsilon": 2.0}
+    return Ran(Planned(f"{method}-{seed}", recipe, None, {}), Path(), result, looks=looks)
+
+
+def test_distance_and_unrest_are_those_of_runs_not_of_their_mean(monkeypatch):
+    """Two runs that swing against each other have a mean curve without any unrest."""
+    monkeypatch.setattr(curves, "prices", lambda run, memory: {})
+    found = [ran("sgd", 0, 50, 50, 50), ran("sgd", 1, 60, 60, 60)]
+    found += [ran("dp-sgd", 0, 40, 60, 40, sigma=1.0), ran("dp-sgd", 1, 60, 40, 10, sigma=1.0)]
+    row = next(row for row in curves._rows(found, curves._mean_curves(found)) if row["method"] == "dp-sgd")
+    assert row["distance from SGD"] == pytest.approx((10 + 70 / 3) / 2)
+    assert row["distance from SGD: ±"] == pytest.approx((70 / 3 - 10) / 2**0.5)
+    assert row["unrest"] == pytest.approx((20 + 25) / 2) and row["unrest: ±"] == pytest.approx(5 / 2**0.5)
+    assert row["collapsed"] == "1 of 2" and row["accuracy"] == pytest.approx(25)
+
+
+def test_table_1_shows_how_far_seeds_lie_apart(tmp_path):
+    runs = {method: [ran(method, seed, 90 + seed, sigma=1.0) for seed in range(3)] for method in ("gdp", "dp-hero")}
+    line = next(line for line in table1.PRINTED if line.method == "gdp")
+    row = table1._row(line, {**runs, PUBLISHED: []})
+    assert row["ours, system (%)"] == pytest.approx(91) and row["ours, system: ±"] == pytest.approx(1)
+    assert row[f"published recipe, {UNSOUND}: ±"] is None
+    assert brief([row])[0]["system, ours (%)"] == "91.00 ± 1.00"
 
 
 def test_table_1_compares_at_no_more_than_the_printed_epsilon(reproduced):

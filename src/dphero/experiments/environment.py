@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+PACKAGES = ("dphero", "torch", "numpy", "scipy", "dp-accounting")
+"""Whose versions are told."""
+
 
 def environment() -> dict[str, Any]:
     """Return what a reader may want to know of the process that trains."""
-    names = ("dphero", "torch", "numpy", "scipy", "dp-accounting")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": sys.version.split()[0],
@@ -22,7 +24,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: _version(name) for name in names},
+        "packages": {name: _version(name) for name in PACKAGES},
     }
 
 

@@ -105,13 +105,17 @@ def _list(as_json: bool) -> None:
         names = ("name", "title", "paper", "shows", "minutes")
         typer.echo(to_json([{name: getattr(item, name) for name in names} for item in ITEMS.values()]))
         return
-    shown = table("item", "in the paper", "what is shown", "--quick", "--full")
-    shown.columns[0].no_wrap = True  # it is there to be typed
-    for item in ITEMS.values():
-        shown.add_row(item.name, item.paper, item.shows, item.minutes["quick"], item.minutes["full"])
+    headings = ("item", "in the paper", "--quick", "--full")
+    lines = [(each.name, each.paper, each.minutes["quick"], each.minutes["full"]) for each in ITEMS.values()]
+    widths = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
     screen = console()
-    screen.print(shown)
-    screen.print("Times are rough, for two CPU cores. dphero reproduce all does everything.")
+    for line, shows in zip(
+        (headings, *lines), ("what ours shows", *(each.shows for each in ITEMS.values())), strict=True
+    ):
+        print_text(screen, "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print_text(screen, f"    {shows}")
+    screen.print("")
+    print_text(screen, "Times are rough, for one run at a time on one CPU core. dphero reproduce all does everything.")
 
 
 def _show(done: Reproduced) -> None:

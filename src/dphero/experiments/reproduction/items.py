@@ -30,8 +30,8 @@ class Item:
     Attributes:
         name: On the command line.
         title: In a few words.
-        paper: Which table or figure it is there.
-        shows: What ours shows.
+        paper: Which table, figure or section it is there.
+        shows: What ours shows, in one line of a terminal.
         minutes: How long it takes, in words, by size.
         plan: Returns the runs it needs.
         present: Draws, and returns what was found: ``present(outcomes, size, directory)``.
@@ -50,7 +50,7 @@ def _curves(made: Curves, paper: str, shows: str, quick: str, full: str) -> Item
     return Item(made.name, made.title, paper, shows, {"quick": quick, "full": full}, made.plan, made.present)
 
 
-_LINES = "SGD, DP-SGD, sound DP-Hero and the published recipe"
+_LINES = "SGD, DP-SGD, sound DP-Hero, published recipe"
 
 ITEMS: Mapping[str, Item] = {
     item.name: item
@@ -59,14 +59,14 @@ ITEMS: Mapping[str, Item] = {
             "table1",
             "Accuracy beside the other systems (the paper's Table 1)",
             "Table 1",
-            "each system and DP-Hero at the same honest ε, beside what the paper prints and what it truly cost",
+            "each system and DP-Hero at one honest ε, beside the printed figures",
             {"quick": "5 minutes", "full": "hours; a GPU helps"},
             table1.plan,
             table1.present,
         ),
-        _curves(convergence.ITERATIONS, "Figure 1", f"{_LINES}: the first iterations", "2 minutes", "half an hour"),
-        _curves(convergence.EPOCHS, "Figure 2", f"{_LINES}: accuracy by epoch", "3 minutes", "hours; a GPU helps"),
-        _curves(convergence.CIFAR_EPOCHS, "Figure 3", f"{_LINES}: CIFAR-10 from scratch", "3 minutes", "needs a GPU"),
+        _curves(convergence.ITERATIONS, "Figure 1", f"the first iterations: {_LINES}", "2 minutes", "half an hour"),
+        _curves(convergence.EPOCHS, "Figure 2", f"accuracy by epoch: {_LINES}", "3 minutes", "hours; a GPU helps"),
+        _curves(convergence.CIFAR_EPOCHS, "Figure 3", f"CIFAR-10 from scratch: {_LINES}", "3 minutes", "needs a GPU"),
         Item(
             "epsilon-boxes",
             "Test accuracy at several ε (the paper's Figure 4)",
@@ -76,13 +76,13 @@ ITEMS: Mapping[str, Item] = {
             boxes.plan,
             boxes.present,
         ),
-        _curves(convergence.LOT_SIZES, "Figure 5", f"{_LINES}: lots of 10 to 400", "3 minutes", "an hour"),
-        _curves(convergence.LEARNING_RATES, "Figure 6", f"{_LINES}: η = 0.1 and 0.2", "2 minutes", "an hour"),
+        _curves(convergence.LOT_SIZES, "Figure 5", f"lots of 10 to 400: {_LINES}", "3 minutes", "an hour"),
+        _curves(convergence.LEARNING_RATES, "Figure 6", f"η = 0.1 and 0.2: {_LINES}", "2 minutes", "an hour"),
         Item(
             "linear-analysis",
             "Which noise a linear classifier bears best (the paper's linear layer analysis)",
-            "section 'Linear Layer Analysis as an Example'",
-            "what noise of equal size and different shape does to a linear classifier, exactly",
+            "Linear Layer Analysis",
+            "what the shape of noise does to a linear classifier, exactly",
             {"quick": "seconds", "full": "seconds"},
             linear.plan,
             linear.present,
@@ -91,7 +91,7 @@ ITEMS: Mapping[str, Item] = {
             "noise-spectra",
             "The shape of the noise, and what its weakest direction costs (the paper's Theorem 2)",
             "Theorem 2, Algorithm 2",
-            "noise along each principal direction of each layer, before and after training, and its price",
+            "noise along each principal direction of the layers, and its price",
             {"quick": "1 minute", "full": "an hour"},
             spectra.plan,
             spectra.present,
@@ -99,7 +99,7 @@ ITEMS: Mapping[str, Item] = {
         Item(
             "heterogeneity",
             "How uneven the noise may be: exponent of the rule, and scope (layer or whole model)",
-            "Theorem 2, section 'whole model'",
+            "Theorem 2, whole model",
             "accuracy over seeds at equal honest ε, by exponent and scope",
             {"quick": "4 minutes", "full": "hours; a GPU helps"},
             heterogeneity.plan,
@@ -108,7 +108,7 @@ ITEMS: Mapping[str, Item] = {
         Item(
             "sigma-per-iteration",
             "σ of every direction at every iteration (the paper's practical view of its parameters)",
-            "section 'A Practical View of Privacy Parameters'",
+            "Privacy Parameters",
             "the matrix of σ over directions and iterations, for each layer",
             {"quick": "1 minute", "full": "minutes on a GPU"},
             sigma.plan,

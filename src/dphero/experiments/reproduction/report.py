@@ -130,7 +130,7 @@ def brief(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     for row in _weakest(rows):
         if "ε asked" in row:  # says the same as σ, in the reader's terms
             row = {name: value for name, value in row.items() if name != "σ"}
-        line = {heading: shown(name, row.get(name)) for name, heading in _SCREEN.items() if name in row}
+        line = {heading: _with_spread(name, row) for name, heading in _SCREEN.items() if name in row}
         if UNSOUND in row.get("remark", ""):
             name = next(name for name in _NAMED if name in line)
             line[name] = f"{line[name]}:\n{UNSOUND}"
@@ -139,6 +139,12 @@ def brief(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     values = {name: {line.get(name, "") for line in found} for name in names}
     kept = [name for name in names if values[name] != {""} and not (name in _IN_NOTES and len(values[name]) == 1)]
     return [{name: line.get(name, "") for name in kept} for line in found]
+
+
+def _with_spread(name: str, row: Mapping[str, Any]) -> str:
+    """Return a mean of several seeds with their standard deviation, where that has no column of its own."""
+    spread = row.get(name.replace(" (%)", ": ±")) if "(%)" in name else None
+    return shown(name, row[name]) if spread is None else f"{row[name]:.2f} ± {spread:.2f}"
 
 
 def _weakest(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

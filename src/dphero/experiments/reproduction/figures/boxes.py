@@ -113,7 +113,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         f"C = 0.1, {shape.seeds} seeds, {source.test:,} test images"
     )
     accuracies_by = {key: [100 * run.result["accuracy"] for run in runs if run.result] for key, runs in groups.items()}
-    _draw(accuracies_by, rows, size, words, directory)
+    draw(accuracies_by, rows, size, words, directory)
     notes = [
         f"{size}: {words}.",
         "All methods have the σ with which Poisson-sampled DP-SGD truly costs the ε asked for.",
@@ -123,13 +123,14 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     return Report(rows, points, notes)
 
 
-def _draw(
+def draw(
     groups: Mapping[tuple[float, str], Sequence[float]],
     rows: Sequence[Mapping[str, Any]],
     size: Size,
     words: str,
     directory: Path,
 ) -> None:
+    """Draw, for each ε, a box for each method, with its runs as points."""
     epsilons = list(dict.fromkeys(epsilon for epsilon, _ in groups))
     figure, axes = drawing.grid(1, 1, width=max(6.5, 1.5 * len(epsilons) + 2), height=4.0)
     panel = axes[0][0]

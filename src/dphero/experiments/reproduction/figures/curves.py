@@ -29,13 +29,19 @@ from dphero.experiments.reproduction.settings import (
 )
 
 
-class _Look(NamedTuple):
-    """What several runs of one kind were at one moment: accuracies in percent, and their sample deviation."""
+class Look(NamedTuple):
+    """Where several runs of one kind stood at one moment: their mean accuracy in percent, and sample deviation."""
 
     step: int
     epoch: float
     accuracy: float
     deviation: float
+
+    @classmethod
+    def of(cls, step: int, epoch: float, accuracies: Sequence[float]) -> Look:
+        """Return it from the accuracy of each run."""
+        deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+        return cls(step, epoch, statistics.fmean(accuracies), deviation)
 
 
 _CHANCE = 15.0  # percent; ten classes: below this a network has learnt nothing, or lost it
@@ -108,15 +114,16 @@ class Curves:
         curves = _mean_curves(found)
         points = [{**_about(outcome), **line} for outcome in found for line in outcome.metrics]
         rows = _rows(found, curves)
-        self._draw(curves, rows, shape, size, directory)
+        self.draw(curves, rows, shape, size, directory)
         table = [{name: value for name, value in row.items() if name != "setting"} for row in rows]
         return Report(table, points, self._notes(shape, size))
 
     def _notes(self, shape: Shape, size: Size) -> list[str]:
         return [
             f"{size}: {self._words(shape)}.",
-            "accuracy, best and distance are in percent of test images; distance from SGD is the mean absolute "
-            "difference from SGD's curve, unrest the mean absolute change between two looks.",
+            "accuracy, best, distance and unrest are in percent of test images. Distance from SGD is a run's mean "
+            "absolute difference from the SGD run of the same seed, unrest its mean absolute change between two "
+            "looks; both are means over runs.",
             f"'{PUBLISHED}' is {UNSOUND}: its claimed ε is the paper's formula, its true ε that of the weakest "
             "direction of its noise.",
             "One run of each kind: differences of a few points are chance."
@@ -145,14 +152,15 @@ class Curves:
         pairs = [(each, rate) for each in shape.lots] if self.by == "lot" else [(lot, each) for each in shape.rates]
         return {(i, j): Setting(sigma, *pair) for i, pair in enumerate(pairs) for j, sigma in enumerate(sigmas)}
 
-    def _draw(
+    def draw(
         self,
-        curves: Mapping[tuple[Setting, str], list[_Look]],
+        curves: Mapping[tuple[Setting, str], list[Look]],
         rows: Sequence[Mapping[str, Any]],
         shape: Shape,
         size: Size,
         directory: Path,
     ) -> None:
+        """Draw a panel for each setting: every method's mean curve, and a band of one deviation."""
         cells = self._cells(shape)
         count, columns = (1 + max(place[axis] for place in cells) for axis in (0, 1))
         figure, axes = drawing.grid(count, columns, sharex=True, sharey=True)
@@ -221,7 +229,7 @@ def _setting(outcome: Outcome) -> Setting:
     return Setting(recipe.noise_multiplier, recipe.lot, recipe.lr)
 
 
-def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[_Look]]:
+def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[Look]]:
     """Return the mean over seeds, and how far seeds lie apart, for each setting and method."""
     groups: dict[tuple[Setting, str], dict[int, list[tuple[float, float]]]] = {}
     for outcome in found:
@@ -229,25 +237,20 @@ def _mean_curves(found: Sequence[Outcome]) -> dict[tuple[Setting, str], list[_Lo
         for line in outcome.metrics:
             curve.setdefault(line["step"], []).append((line["epoch"], 100 * line["accuracy"]))
     return {
-        key: [_look(step, values[0][0], [each for _, each in values]) for step, values in sorted(curve.items())]
+        key: [Look.of(step, values[0][0], [each for _, each in values]) for step, values in sorted(curve.items())]
         for key, curve in groups.items()
     }
 
 
-def _look(step: int, epoch: float, accuracies: Sequence[float]) -> _Look:
-    deviation = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-    return _Look(step, epoch, statistics.fmean(accuracies), deviation)
-
-
-def _rows(found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[_Look]]) -> list[dict[str, Any]]:
+def _rows(found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[Look]]) -> list[dict[str, Any]]:
     rows, memory = [], dict[Any, float]()
     for (setting, method), curve in curves.items():
         if not curve:
             continue
         runs = [o for o in found if _setting(o) == setting and o.planned.recipe.method == method and o.result]
+        reference = replace(setting, noise_multiplier=None)
+        plain = {o.planned.recipe.seed: _accuracies(o) for o in found if _setting(o) == reference}
         accuracies = [look.accuracy for look in curve]
-        reference = curves.get((Setting(None, setting.lot, setting.lr), "sgd"), [])
-        pairs = [(mine.accuracy, theirs.accuracy) for mine, theirs in zip(curve, reference, strict=False)]
         best = max(accuracies)
         rows.append(
             {
@@ -263,15 +266,43 @@ def _rows(found: Sequence[Outcome], curves: Mapping[tuple[Setting, str], list[_L
                 "seeds": len(runs),
                 "best": best,
                 "best at step": curve[accuracies.index(best)].step,
-                "collapsed": "yes" if best > 2 * _CHANCE and accuracies[-1] < _CHANCE else "",
-                "distance from SGD": statistics.fmean(abs(a - b) for a, b in pairs) if pairs else None,
-                "unrest": statistics.fmean(abs(b - a) for a, b in itertools.pairwise(accuracies))
-                if len(accuracies) > 1
-                else None,
+                "collapsed": _collapsed([_accuracies(run) for run in runs]),
+                **_of_each_run("distance from SGD", [_distance(run, plain) for run in runs]),
+                **_of_each_run("unrest", [_unrest(_accuracies(run)) for run in runs]),
                 **({} if method == "sgd" or not runs else _worst([prices(run, memory) for run in runs])),
             }
         )
     return rows
+
+
+def _accuracies(outcome: Outcome) -> list[float]:
+    return [100 * line["accuracy"] for line in outcome.metrics]
+
+
+def _distance(run: Outcome, plain: Mapping[int | None, Sequence[float]]) -> float | None:
+    """How far a run lies from SGD's with the same seed, on the average over its looks."""
+    pairs = zip(_accuracies(run), plain.get(run.planned.recipe.seed, ()), strict=False)
+    return _mean([abs(mine - theirs) for mine, theirs in pairs])
+
+
+def _unrest(accuracies: Sequence[float]) -> float | None:
+    return _mean([abs(later - earlier) for earlier, later in itertools.pairwise(accuracies)])
+
+
+def _collapsed(several: Sequence[Sequence[float]]) -> str:
+    """How many runs had learnt something, and lost it."""
+    count = sum(1 for accuracies in several if max(accuracies) > 2 * _CHANCE and accuracies[-1] < _CHANCE)
+    return f"{count} of {len(several)}" if count else ""
+
+
+def _of_each_run(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return the mean over runs, and how far they lie apart: a mean curve is smoother than any run."""
+    known = [value for value in values if value is not None]
+    return {name: _mean(known), f"{name}: ±": statistics.stdev(known) if len(known) > 1 else None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _worst(several: Sequence[Mapping[str, float]]) -> dict[str, float]:

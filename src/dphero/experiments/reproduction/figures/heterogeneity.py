@@ -37,7 +37,7 @@ class _Shape:
     lr: float
 
 
-_SHAPES: Mapping[Size, _Shape] = {
+SHAPES: Mapping[Size, _Shape] = {
     "tiny": _Shape(MNIST["tiny"], (3.0,), (0.25,), 2, 512, 4, 1.0),
     "quick": _Shape(MNIST["quick"], (3.0,), (-1.0, 0.25, 1.0), QUICK_SEEDS, 600, 60, 2.0),
     "full": _Shape(MNIST["full"], (1.0, 3.0), (-1.0, -0.25, 0.125, 0.25, 0.5, 1.0, 2.0), SEEDS, 2000, 900, 2.0),
@@ -48,7 +48,7 @@ _ISOTROPIC = "isotropic"
 
 def plan(size: Size) -> list[Planned]:
     """Return isotropic noise, and every exponent in either scope, at every ε with every seed: all of one price."""
-    shape, found = _SHAPES[size], []
+    shape, found = SHAPES[size], []
     for epsilon in shape.epsilons:
         noise = noise_for(epsilon, DELTAS[0], shape.lot / shape.source.records, shape.steps)
         for scope, exponent in ((_ISOTROPIC, 0.0), *((s, p) for s in _SCOPES for p in shape.exponents)):
@@ -77,7 +77,7 @@ def _planned(shape: _Shape, epsilon: float, noise: float, scope: str, exponent: 
 
 def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     """Draw accuracy against the exponent and return the table."""
-    shape, rows, memory = _SHAPES[size], [], dict[Any, float]()
+    shape, rows, memory = SHAPES[size], [], dict[Any, float]()
     groups: dict[tuple[float, str, float], list[Outcome]] = {}
     for outcome in found:
         if outcome.result is not None:
@@ -110,7 +110,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         f"{source.model} on {source.title}, L = {shape.lot}, {shape.steps} iterations, η = {shape.lr:g}, momentum 0.9, "
         f"C = 0.1, {shape.seeds} seeds, {source.test:,} test images"
     )
-    _draw(rows, shape, size, words, directory)
+    draw(rows, shape, size, words, directory)
     notes = [
         f"{size}: {words}.",
         "Sound DP-Hero, v ∝ (λ / mean λ + 0.1)^p: each layer normalised alone, or all layers together (the paper's "
@@ -121,7 +121,8 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     return Report(rows, points, notes)
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], shape: _Shape, size: Size, words: str, directory: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], shape: _Shape, size: Size, words: str, directory: Path) -> None:
+    """Draw accuracy against the exponent, a line for each scope, beside the band of isotropic noise."""
     figure, axes = drawing.grid(1, len(shape.epsilons), width=4.6, height=3.4)
     for panel, epsilon in zip(axes[0], shape.epsilons, strict=True):
         here = [row for row in rows if row["ε asked"] == epsilon]

@@ -130,7 +130,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         f"{_CLASSES[0]} against {_CLASSES[1]} of {data.name}, {len(weight)} weights, {100 * accuracy:.1f} % right "
         f"without noise, {len(tests):,} test images"
     )
-    _draw(points, rows, accuracy, f"{size.upper()}: {words}. ε of one release at σ = 1, δ = {DELTAS[0]:g}.", directory)
+    draw(points, rows, accuracy, f"{size.upper()}: {words}. ε of one release at σ = 1, δ = {DELTAS[0]:g}.", directory)
     notes = [
         f"{size}: {words}.",
         f"All noise has the same total variance; mean, spread and accuracy at noise as long as W (‖N‖ = "
@@ -161,9 +161,10 @@ def _epsilon(noise_multiplier: float) -> float:
     return price(ledger, DELTAS[0], "pld").epsilon
 
 
-def _draw(
+def draw(
     points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], accuracy: float, note: str, directory: Path
 ) -> None:
+    """Draw the change of the output for each shape of noise, and the accuracy by its length."""
     figure, axes = drawing.grid(1, 2, width=5.4, height=4.0)
     left, right = axes[0]
     colours = dict(zip((row["noise"] for row in rows), _COLOURS, strict=True))

@@ -49,7 +49,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     source = MNIST[size]
     words = f"{source.model} on {source.title}, σ = 1, L = {_SETTING.lot}, {_ITERATIONS[size]:,} iterations, one seed"
     if points:
-        _draw(points, rows, f"{size.upper()}: {words}.", directory)
+        draw(points, rows, f"{size.upper()}: {words}.", directory)
     notes = [
         f"{size}: {words}; sound DP-Hero was trained, and both rules were applied to its weights.",
         "σ of each principal direction, in units of DP-SGD's; its squares have mean 1 in each layer.",
@@ -78,7 +78,8 @@ def _row(points: Sequence[Mapping[str, Any]], layer: str, rule: str) -> dict[str
     }
 
 
-def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], note: str, directory: Path) -> None:
+def draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], note: str, directory: Path) -> None:
+    """Draw a matrix for each rule and layer: directions downwards, iterations to the right."""
     layers = list(dict.fromkeys(row["layer"] for row in rows))
     figure, axes = drawing.grid(len(_RULES), len(layers), width=2.6, height=2.5)
     steps = sorted({point["step"] for point in points})

@@ -87,7 +87,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
         for place, value in enumerate(scales[model, state, layer, rule], 1)
     ]
     prices = _prices(scales, source, _STEPS[size])
-    _draw(scales, prices, size, source, directory)
+    draw(scales, prices, size, source, directory)
     notes = [
         f"{size}: weights at their random start, and after {_ITERATIONS[size]} iterations at σ = {_SIGMA:g}, L = "
         f"{_LOT}, η = 0.1 ({source.model} on {source.title}).",
@@ -165,13 +165,14 @@ def _prices(
     return found
 
 
-def _draw(
+def draw(
     scales: Mapping[tuple[str, str, str, str], Tensor],
     prices: Sequence[Mapping[str, Any]],
     size: Size,
     source: Source,
     directory: Path,
 ) -> None:
+    """Draw the noise by direction in the weakest layer of each network and state, and the prices."""
     layers = _weakest_layers(scales)
     figure, axes = drawing.grid(2, 3, width=4.6, height=3.3)
     for panel, ((model, state), layer) in zip(axes.flat[:5], layers.items(), strict=False):

@@ -154,7 +154,8 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     left_out = [line for line in PRINTED if line not in chosen]
     notes = [
         f"{size}: {_words(size)}.",
-        "'printed' is what the paper prints; 'ours' is measured here, at a true ε not above the printed one.",
+        "'printed' is what the paper prints; 'ours' is measured here, at a true ε not above the printed one: mean and "
+        "sample standard deviation (±) of the seeds.",
         f"The published recipe ({UNSOUND}) has the σ with which DP-SGD truly costs that ε; its own true ε is another.",
         "The paper prints no σ, so what its own DP-Hero column truly cost cannot be told.",
         PRICED,
@@ -162,7 +163,7 @@ def present(found: Sequence[Outcome], size: Size, directory: Path) -> Report:
     if left_out:
         names = dict.fromkeys(f"{line.data} {line.system} at {line.epsilon:g}" for line in left_out)
         notes.append(f"Not run at this size: {', '.join(names)}.")
-    _draw(rows, size, directory)
+    draw(rows, size, directory)
     return Report(rows, points, notes)
 
 
@@ -188,7 +189,9 @@ def _epsilon(run: Outcome) -> float:
 
 
 def _row(line: Line, runs: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    accuracy = {method: _accuracy(several) for method, several in runs.items()}
+    found = {method: _accuracies(several) for method, several in runs.items()}
+    accuracy = {method: statistics.fmean(values) if values else None for method, values in found.items()}
+    spread = {method: statistics.stdev(values) if len(values) > 1 else None for method, values in found.items()}
     true = {
         method: max((_epsilon(run) for run in several if run.result), default=None) for method, several in runs.items()
     }
@@ -202,19 +205,21 @@ def _row(line: Line, runs: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
         "printed, system (%)": line.accuracy,
         "printed, DP-Hero (%)": line.hero,
         "ours, system (%)": accuracy[line.method],
+        "ours, system: ±": spread[line.method],
         "ours, system: true ε": true[line.method],
         "ours, sound DP-Hero (%)": accuracy["dp-hero"],
+        "ours, sound DP-Hero: ±": spread["dp-hero"],
         "ours, sound DP-Hero: true ε": true["dp-hero"],
         f"published recipe, {UNSOUND} (%)": accuracy[PUBLISHED],
+        f"published recipe, {UNSOUND}: ±": spread[PUBLISHED],
         f"published recipe, {UNSOUND}: claimed ε": claimed_by_paper([noise], delta).epsilon if noise else None,
         f"published recipe, {UNSOUND}: true ε": true[PUBLISHED],
         "what the printed ε is worth": line.honest,
     }
 
 
-def _accuracy(several: Sequence[Outcome]) -> float | None:
-    found = [100 * run.result["accuracy"] for run in several if run.result is not None]
-    return statistics.fmean(found) if found else None
+def _accuracies(several: Sequence[Outcome]) -> list[float]:
+    return [100 * run.result["accuracy"] for run in several if run.result is not None]
 
 
 def _shown(value: float, form: str) -> str:
@@ -230,12 +235,20 @@ _SERIES: Mapping[str, tuple[str, str, bool]] = {  # column: colour, marker, fill
 }
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], size: Size, directory: Path) -> None:
+def _spread_of(column: str) -> str:
+    return column.replace(" (%)", ": ±")
+
+
+def draw(rows: Sequence[Mapping[str, Any]], size: Size, directory: Path) -> None:
+    """Draw printed and measured accuracies, a line of points for each line of the table."""
     figure, axes = drawing.grid(1, 1, width=9.0, height=0.42 * len(rows) + 1.6)
     panel = axes[0][0]
     places = range(len(rows) - 1, -1, -1)
     for column, (colour, marker, filled) in _SERIES.items():
         shown = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column] is not None]
+        spread = [row.get(_spread_of(column)) or 0.0 for row in rows if row[column] is not None]
+        if any(spread):
+            panel.errorbar(*zip(*shown, strict=True), xerr=spread, fmt="none", ecolor=colour, capsize=3, linewidth=1)
         if shown:
             panel.scatter(
                 *zip(*shown, strict=True),
