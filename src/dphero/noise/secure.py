@@ -32,15 +32,8 @@ class SecureNoise(OneTimeSource):
     def __init__(self, *, _key: bytes | None = None) -> None:
         super().__init__()
         self._stream = KeyStream()
-        self._start(_key)  # only tests of the distribution give a key
-
-    def _start(self, key: bytes | None = None) -> None:
-        self._seeded, self._key = key is not None, key or secrets.token_bytes(32)
-
-    @property
-    def seeded(self) -> bool:
-        """False: the operating system chooses the key, and no user can."""
-        return self._seeded
+        self.seeded = _key is not None  # only tests of the distribution give a key
+        self._key = _key or secrets.token_bytes(32)
 
     def state_dict(self) -> dict[str, Any]:
         """The last release; the key is not saved."""
@@ -50,10 +43,10 @@ class SecureNoise(OneTimeSource):
         """Continue after the last release of the saved run, under a new key."""
         self._notice_fork()
         self._last_release = self.read_last_release(state)
-        self._start()
+        self._enter_new_process()
 
     def _enter_new_process(self) -> None:
-        self._start()
+        self.seeded, self._key = False, secrets.token_bytes(32)
 
     def _draw(self, targets: list[Target], release: int) -> None:
         key = hashlib.blake2b(release.to_bytes(8, "big"), key=self._key, digest_size=32).digest()
