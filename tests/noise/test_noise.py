@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -558,6 +559,17 @@ def test_fast_noise_survives_a_growing_pool(threads):
         assert torch.equal(ours, theirs)
 
 
+@given(total=st.integers(139_800, 140_000), cuts=st.lists(st.integers(0, 139_800), max_size=6))
+def test_a_part_of_a_tensor_drawn_alone_has_the_noise_of_the_whole(total, cuts):
+    whole = torch.zeros(total)
+    make_fast().fill({"w": whole}, STD, 4)
+    edges = [0, *sorted(cuts), total]
+    for begin, end in itertools.pairwise(edges):
+        part = torch.zeros(end - begin)
+        make_fast().fill({"w": part}, STD, 4, starts={"w": begin})
+        assert torch.equal(part, whole[begin:end])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_neither_order_nor_other_tensors_nor_sizes_matter(dtype):
     shapes = {"a.weight": (300, 500), "a.bias": (300,), "b.weight": (7, 3, 5, 5), "b.bias": (7,)}
@@ -571,6 +583,14 @@ def test_neither_order_nor_other_tensors_nor_sizes_matter(dtype):
         assert torch.equal(longer[: alone.numel()], alone.flatten())
     values = torch.cat([each.flatten()[:7] for each in together.values()])
     assert values.unique().numel() > 20  # and no two tensors have the same
+
+
+def test_parts_that_are_no_parts_are_refused():
+    source = make_fast()
+    for starts in ({"v": 0}, {"w": -1}):
+        with pytest.raises(ValueError):
+            source.fill({"w": torch.zeros(3)}, STD, 0, starts=starts)
+    assert source.last_release == -1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])

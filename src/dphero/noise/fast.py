@@ -29,13 +29,14 @@ class FastNoise(OneTimeSource):
     """Gaussian noise from a key stream, repeatable from the key.
 
     On the CPU noise is a function of (key, release, what it is bound to, the tensor's name, the place in that tensor,
-    32 or 64 bits) and of nothing else (:mod:`dphero.noise.key_stream`). Each release has an AES-128 key of its own,
-    hashed from the key, its number, and what it is bound to. On CUDA one Philox generator per device and release has a
-    64-bit seed hashed from the release's key and the device: there noise goes by the order of the tensors.
+    32 or 64 bits) and of nothing else (:mod:`dphero.noise.key_stream`), so that a part of a tensor can be drawn alone
+    (`starts`). Each release has an AES-128 key of its own, hashed from the key, its number, and what it is bound to.
+    On CUDA one Philox generator per device and release has a 64-bit seed hashed from the release's key and the device:
+    there noise goes by the order of the tensors, and none can be drawn in parts.
 
     Tails reach 11.5 standard deviations in float32 (see :mod:`dphero.noise.box_muller`), 9.42 in float64, and 9.5
     on CUDA, where a normal is the sum of two, over √2: torch's own end at 6.76. What it does not promise: CPU and
-    CUDA streams differ, and the generator on CUDA is not cryptographic; other processors and
+    CUDA streams differ (unless `portable`), and the generator on CUDA is not cryptographic; other processors and
     versions of torch may round logarithms and sines differently in the last bits; the key is in every checkpoint. For a
     key that is never saved, and noise that is always made in float64, use `SecureNoise`.
 
@@ -44,33 +45,41 @@ class FastNoise(OneTimeSource):
     draws the same noise for the same sum, and independent noise as soon as anything is different. `state_dict()` holds
     the key: keep it as secret as the data. A forked process draws a new key, also if there was a seed.
 
-    Attributes:
-        seeded: Whether a user chose the seed.
-        key_shared: Whether another run in this process released something else under the same key and number.
-
     Args:
         seed: None (default) takes 128 bits from the operating system. An integer makes the run repeatable;
             the guarantee then holds only while nobody else knows or guesses it, and `seeded` says so.
+        portable: Draw on the CPU for tensors of every device, and copy: the same noise wherever they are, but slower
+            on a GPU.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, portable: bool = False) -> None:
         super().__init__()
-        self.seeded = seed is not None
+        self._seeded, self._portable = seed is not None, portable
         if seed is None:
             self._key = secrets.token_bytes(16)
         else:
             self._key = hashlib.blake2b(str(operator.index(seed)).encode(), digest_size=16).digest()
         self._bound_keys: dict[int, bytes] = {}
-        self.key_shared = False
+        self._key_shared = False
         self._stream = KeyStream()
         self._cuda: dict[torch.device, torch.Generator] = {}
+
+    @property
+    def seeded(self) -> bool:
+        """Whether a user chose the seed: then the guarantee holds only while that seed stays secret."""
+        return self._seeded
+
+    @property
+    def key_shared(self) -> bool:
+        """Whether another run in this process released something else under the same key and number."""
+        return self._key_shared
 
     def state_dict(self) -> dict[str, Any]:
         """The key (secret!) and the last release: enough to continue the stream bit by bit."""
         return {
             "source": "FastNoise",
             "key": self._key.hex(),
-            "seeded": self.seeded,
+            "seeded": self._seeded,
             "last_release": self._last_release,
             "stream": _STREAM,
         }
@@ -88,7 +97,7 @@ class FastNoise(OneTimeSource):
                 self._last_release,
                 last_release,
             )
-        self._key, self.seeded, self._last_release = key, bool(state["seeded"]), last_release
+        self._key, self._seeded, self._last_release = key, bool(state["seeded"]), last_release
 
     def _enter_new_process(self) -> None:
         self._key = secrets.token_bytes(16)  # whether seeded or not: noise is used once
@@ -111,7 +120,7 @@ class FastNoise(OneTimeSource):
         self._bound_keys[release] = key = self._release_key(release, kinds + code.tag)
         if register.is_new(self._key, release, key):
             return
-        self.key_shared = True
+        self._key_shared = True
         if register.to_be_warned_of(self._key):
             logger.warning(
                 "Release %d of a run with this key (a seed, or a checkpoint that was continued before) was made in "
@@ -128,7 +137,7 @@ class FastNoise(OneTimeSource):
         key = self._bound_keys.get(release) or self._release_key(release)
         streams: dict[torch.device | torch.dtype, list[Target]] = {}
         for target in targets:
-            if target.tensor.is_cuda:
+            if target.tensor.is_cuda and not self._portable:
                 streams.setdefault(target.tensor.device, []).append(target)
             else:  # float64 gets float64 noise; narrower types are rounded from float32
                 dtype = torch.float64 if target.tensor.dtype == torch.float64 else torch.float32
@@ -140,6 +149,8 @@ class FastNoise(OneTimeSource):
                 self._draw_on_cuda(members, stream, key)
 
     def _draw_on_cuda(self, targets: list[Target], device: torch.device, key: bytes) -> None:
+        if any(target.start for target in targets):
+            raise ValueError("On CUDA noise cannot be drawn in parts; use FastNoise(portable=True), or the CPU.")
         if device not in self._cuda:
             self._cuda[device] = torch.Generator(device)
         seed = hashlib.blake2b(str(device).encode(), key=key, digest_size=8).digest()

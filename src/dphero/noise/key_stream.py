@@ -43,13 +43,14 @@ class KeyStream:
     def draw(self, targets: list[Target], dtype: torch.dtype, key: bytes) -> None:
         """Overwrite targets with noise of this type, float32 or float64, rounded once where theirs is another."""
         places, detours = list[_Place](), list[tuple[Tensor, Tensor]]()
-        for tensor, _, name in targets:
-            if tensor.is_cpu and tensor.is_contiguous():
+        for tensor, _, name, start in targets:
+            skipped = start % BLOCK
+            if tensor.is_cpu and tensor.is_contiguous() and not skipped:
                 flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
             else:
-                flat = torch.empty(tensor.numel(), dtype=dtype, device="cpu")
-                detours.append((tensor, flat))
-            places.append(_Place(flat, _name_code(name), 0))
+                flat = torch.empty(skipped + tensor.numel(), dtype=dtype, device="cpu")
+                detours.append((tensor, flat[skipped:]))
+            places.append(_Place(flat, _name_code(name), start // BLOCK))
         if len({place.code for place in places}) < len(places):
             raise RuntimeError(f"names of tensors are alike to 64 bits of a hash: {[each.name for each in targets]}")
         chunks = _cut(places)

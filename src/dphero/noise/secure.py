@@ -32,8 +32,15 @@ class SecureNoise(OneTimeSource):
     def __init__(self, *, _key: bytes | None = None) -> None:
         super().__init__()
         self._stream = KeyStream()
-        self.seeded = _key is not None  # only tests of the distribution give a key
-        self._key = _key or secrets.token_bytes(32)
+        self._start(_key)  # only tests of the distribution give a key
+
+    def _start(self, key: bytes | None = None) -> None:
+        self._seeded, self._key = key is not None, key or secrets.token_bytes(32)
+
+    @property
+    def seeded(self) -> bool:
+        """False: the operating system chooses the key, and no user can."""
+        return self._seeded
 
     def state_dict(self) -> dict[str, Any]:
         """The last release; the key is not saved."""
@@ -43,10 +50,10 @@ class SecureNoise(OneTimeSource):
         """Continue after the last release of the saved run, under a new key."""
         self._notice_fork()
         self._last_release = self.read_last_release(state)
-        self._enter_new_process()
+        self._start()
 
     def _enter_new_process(self) -> None:
-        self.seeded, self._key = False, secrets.token_bytes(32)
+        self._start()
 
     def _draw(self, targets: list[Target], release: int) -> None:
         key = hashlib.blake2b(release.to_bytes(8, "big"), key=self._key, digest_size=32).digest()

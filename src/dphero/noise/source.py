@@ -17,11 +17,12 @@ Tensors = Mapping[str, Tensor] | Sequence[Tensor]
 
 
 class Target(NamedTuple):
-    """A tensor to be overwritten, and what it is called."""
+    """A tensor to be overwritten: all of what is called `name`, or, flattened, a part of it from `start` on."""
 
     tensor: Tensor
     std: float
-    name: str
+    name: str = "0"
+    start: int = 0
 
 
 @runtime_checkable
@@ -80,20 +81,29 @@ class OneTimeSource(ABC):
         """Index of the last release served; -1 before the first."""
         return self._last_release
 
-    def fill(self, tensors: Tensors, std: float, release: int, *, bound_to: Sequence[Tensor] = ()) -> None:
-        """Overwrite every tensor in place with independent N(0, std²); see `NoiseSource.fill`."""
+    def fill(
+        self,
+        tensors: Tensors,
+        std: float,
+        release: int,
+        *,
+        bound_to: Sequence[Tensor] = (),
+        starts: Mapping[str, int] | None = None,
+    ) -> None:
+        """Overwrite every tensor in place with independent N(0, std²); see `NoiseSource.fill`.
+
+        `starts` is for parts of tensors, by name: the place of their first element in the whole, flattened. A source
+        that a key repeats gives a part the noise that the whole would have got there.
+        """
         release, std = operator.index(release), float(std)
         if not (math.isfinite(std) and std >= 0):
             raise ValueError(f"std must be finite and not negative, got {std!r}.")
         if not 0 <= release < 1 << 64:
             raise ValueError(f"release must be an index from 0, got {release}.")
         named = tensors.items() if isinstance(tensors, Mapping) else ((str(i), each) for i, each in enumerate(tensors))
-        targets = [Target(tensor, std, name) for name, tensor in named]
-        for tensor, _, _ in targets:
-            if not tensor.is_floating_point() or tensor.layout != torch.strided:
-                raise ValueError(
-                    f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
-                )
+        begin = starts or {}
+        targets = [Target(tensor, std, name, begin.get(name, 0)) for name, tensor in named]
+        self._require_drawable(targets, begin)
         if release <= self._last_release:
             raise RuntimeError(
                 f"Release {release} asked for, but release {self._last_release} was already served: a noise "
@@ -112,6 +122,19 @@ class OneTimeSource(ABC):
                     bound_to = [*bound_to, torch.tensor(std, dtype=torch.float64, device="cpu")]
                 self._bind(release, bound_to)
                 self._draw(filled, release)
+
+    def _require_drawable(self, targets: Sequence[Target], starts: Mapping[str, int]) -> None:
+        """Raise ``ValueError`` for a tensor that noise cannot be drawn for."""
+        for tensor, _, _, start in targets:
+            if not tensor.is_floating_point() or tensor.layout != torch.strided:
+                raise ValueError(
+                    f"Noise needs dense floating-point tensors, got {tensor.dtype} in layout {tensor.layout}."
+                )
+            if start < 0:
+                raise ValueError(f"A part of a tensor starts at 0 or later, got {start}.")
+        unknown = starts.keys() - {target.name for target in targets}
+        if unknown:
+            raise ValueError(f"Starts were given for {sorted(unknown)}, which are not among the tensors.")
 
     def _bind(self, release: int, values: Sequence[Tensor]) -> None:  # noqa: B027 (not all have a key to repeat)
         """Make the noise of a release a function of these values too; for sources that a key repeats."""
