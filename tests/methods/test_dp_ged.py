@@ -203,5 +203,5 @@ def test_bad_settings_are_refused() -> None:
         start("dp-ged", epsilon=1e-6)
     with pytest.raises(ValueError, match=r"noise multiplier 1e-06 is too small for 'dp-ged': below 0\.05"):
         start("dp-ged", noise_multiplier=1e-6)
-    with pytest.raises(ValueError, match="spacing must be above 0 and at most the clip norm"):
+    with pytest.raises(ValueError, match="spacing must be above 0 and at most 1, got 2"):
         PoissonStudentT(0.1, 1.0, 9, 2.0, 3)

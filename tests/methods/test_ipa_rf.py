@@ -167,7 +167,7 @@ def test_bad_settings_are_refused() -> None:
         start("ipa-rf", epsilon=1.0, secure=True)
     with pytest.raises(CalibrationError, match="out of reach"):
         start("ipa-rf", epsilon=1e-9)
-    with pytest.raises(ValueError, match="order above 1"):
+    with pytest.raises(ValueError, match="order must be above 1"):
         IndividualFilter(order=1.0, divergence=1.0)
 
 

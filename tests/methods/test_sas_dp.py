@@ -86,7 +86,7 @@ def test_a_search_is_the_sparse_vector_technique() -> None:
     for _ in range(200):
         noise, losses = random.laplace(size=5).tolist(), random.normal(scale=10, size=5).tolist()
         answers = iter(losses)
-        trainer._laplace = lambda count, noise=noise: noise[:count]
+        trainer._laplace = lambda count, loss, noise=noise: noise[:count]
         trainer._clipped_loss = lambda rows, answers=answers: next(answers)
         passed = [losses[0] - losses[k] + noise[k] * 2 * 3.0 / 0.5 >= noise[0] * 3.0 / 0.5 for k in range(1, 5)]
         expected = passed.index(True) if any(passed) else 3  # the smallest if none passes
@@ -98,10 +98,10 @@ def test_a_search_is_the_sparse_vector_technique() -> None:
 
 def test_laplace_noise_is_laplace() -> None:
     trainer = start("sas-dp", noise_multiplier=2.0, **PLAIN)
-    sample = np.array(trainer._laplace(20_000))
+    sample = np.array(trainer._laplace(20_000, 0.5))
     assert stats.kstest(sample, stats.laplace.cdf).pvalue > 1e-3
     assert stats.kstest(sample * 0.9, stats.laplace.cdf).pvalue < 1e-3
-    assert trainer._laplace(3) != trainer._laplace(3)
+    assert trainer._laplace(3, 0.5) != trainer._laplace(3, 0.25)
 
 
 def test_an_example_moves_a_query_by_at_most_the_loss_clip() -> None:
@@ -136,9 +136,10 @@ def test_the_filter_ends_the_run_before_it_is_exceeded() -> None:
     assert 0 < trainer.step < trainer.steps
     assert trainer.ledger.steps == trainer.step
     order = trainer.budget.filter_order
-    spent = sum(count * filter_divergence(event, order) for event, count in trainer.ledger)
-    following = filter_divergence(LineSearchStep(0.25, trainer.noise_multiplier, 0.0), order)
-    assert spent <= trainer.filter_size < spent + following + filter_divergence(LineSearchStep(0.25, 1e6, 2.0), order)
+    spent = filter_divergence(trainer.ledger.counts, order)
+    following = filter_divergence({LineSearchStep(0.25, trainer.noise_multiplier, 0.0): 1}, order)
+    search = filter_divergence({LineSearchStep(0.25, 1e6, 2.0): 1}, order)
+    assert spent <= trainer.filter_size < spent + following + search
     assert trainer.noise_multiplier == pytest.approx(first * 1.2 ** (1 - trainer.step))
     found = trainer.price(1e-4)
     assert (found.epsilon, found.is_bound) == (pytest.approx(3.0, rel=1e-9), True)

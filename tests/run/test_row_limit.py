@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dphero import checkpoint
 from dphero.run.memory import CudaMemory
-from dphero.run.row_limit import FixedRows, MeasuredRows, make_row_limit
+from dphero.run.row_limit import MeasuredRows, RowLimit, make_row_limit
 from tests.trainer import Training, data, same, training
 
 SHARE = 0.8
@@ -205,7 +205,7 @@ def test_on_a_cpu_it_is_the_lot_up_to_a_bound() -> None:
     assert training(physical_batch_size="auto").loader.physical_batch_size == 25  # four deviations above 12
     many = training(dataset=data(2000), expected_batch_size=600, physical_batch_size="auto", dataset_size="public")
     assert many.loader.physical_batch_size == 256
-    assert FixedRows(None).state_dict() is None
+    assert RowLimit(None).state_dict() is None
 
 
 def test_a_model_on_several_devices_needs_a_number() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,24 +32,6 @@ _MOST_ANSWERS = 1 << 14
 
 class UnknownCallError(RuntimeError):
     """The model did something that it had not done when it was examined."""
-
-
-class AxisLookup(Protocol):
-    """What a forward pass consults at each call: a plan, or the recording from which one is made."""
-
-    def begin(self) -> None:
-        """Start a forward pass."""
-
-    def end(self) -> None:
-        """Finish it."""
-
-    def next(self, key: Key) -> Axes | None:
-        """Return what is known of the next call; ``None`` while recording, and for operations without gradient."""
-
-    def layouts(
-        self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
-    ) -> list[BatchAxis]:
-        """Return where the examples lie in the tensors of this call."""
 
 
 class AxisPlan:
@@ -96,9 +78,11 @@ class AxisPlan:
         return None
 
     def begin(self) -> None:
+        """Start a forward pass."""
         self._counter.clear()
 
     def end(self) -> None:
+        """Finish it."""
         for key, number in self._varied.items():
             if self._counter[key] not in (0, number):
                 raise UnknownCallError(
@@ -106,6 +90,7 @@ class AxisPlan:
                 )
 
     def next(self, key: Key) -> Axes | None:
+        """Return what is known of the next call; ``None`` for operations without gradient."""
         known = self._known.get(key)
         if known is None:
             return None
@@ -116,6 +101,7 @@ class AxisPlan:
     def layouts(
         self, key: Key, outputs: Sequence[Tensor], inputs: Sequence[Tensor], rows: int, label: str
     ) -> list[BatchAxis]:
+        """Return where the examples lie in the tensors of this call."""
         shapes = tuple([tensor.shape for tensor in (*outputs, *inputs)])
         axes = self.next(key)
         self._counter[key] += 1
@@ -210,3 +196,7 @@ class AxisTrace:
             if size == self.rows:
                 return BatchAxis(axis)
         return (BatchAxis.fit(0, tensor.shape, self.rows) if tensor.dim() else None) or BatchAxis(None)
+
+
+AxisLookup = AxisPlan | AxisTrace
+"""What a forward pass consults at each call: a plan, or the recording from which one is made."""

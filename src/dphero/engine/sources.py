@@ -23,7 +23,6 @@ from dphero.sampling import Lots, PoissonSampler, Sampler, ShuffleSampler, datas
 class LotPlan:
     """Who is in a lot, and what its release costs."""
 
-    records: int  # the number of records. Private
     expected: float  # B, the expected size of a lot. Public
     sampler: Sampler  # draws the lots
     lots: Lots  # where training stands among them
@@ -45,14 +44,12 @@ def plan_lots(options: Options, source: DataLoader[Any] | Dataset[Any], key: int
         event: Callable[[float], Event] = partial(PoissonGaussian, rate)
         if options.mechanism == "published":
             event = published.poisson_event(rate)
-        return LotPlan(records, expected, PoissonSampler(records, rate, key), lots, event)
+        return LotPlan(expected, PoissonSampler(records, rate, key), lots, event)
     expected = _fixed_lot(options, source)
     # a number that no epoch has had: a second permutation under an old one would be free of charge
     epoch = 1 + max((event.epoch for event in ledger.counts if isinstance(event, ShuffledGaussian)), default=-1)
     sampler = ShuffleSampler(records, int(expected), key, first_epoch=epoch)
-    return LotPlan(
-        records, expected, sampler, lots, lambda multiplier: ShuffledGaussian(multiplier, sampler.epoch(lots.next))
-    )
+    return LotPlan(expected, sampler, lots, lambda multiplier: ShuffledGaussian(multiplier, sampler.epoch(lots.next)))
 
 
 def _fixed_lot(options: Options, source: DataLoader[Any] | Dataset[Any]) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from dphero.accounting import Ledger, TradeOff, UnpriceableError, trade_off
 from dphero.report.reading.runs import Run
 
@@ -51,12 +53,22 @@ def gain_of(run: Run) -> Gain:
 
 
 def worst_gain(runs: Sequence[Run]) -> Gain:
-    """Return the largest gain among several runs; those of one setting mostly have the same ledger."""
+    """Return the largest gain among several runs, at each rate; those of one setting mostly have the same ledger."""
     gains = [gain_of(run) for run in runs if run.ledger is not None]
     unknown = [gain for gain in gains if gain.curve is None]
     if unknown or not gains:  # one that is not known may be larger than all that are
         return unknown[0] if unknown else Gain(None, "there is no ledger")
-    return max(gains, key=lambda gain: gain.rates[RATES[-1]])
+    several = {id(gain): gain for gain in gains}  # equal ledgers have one
+    return gains[0] if len(several) == 1 else _upper(list(several.values()))
+
+
+def _upper(gains: Sequence[Gain]) -> Gain:
+    """Return what is above all curves: which of them is highest may change along the way."""
+    curves = [gain.curve for gain in gains if gain.curve is not None]
+    rates = np.unique(np.concatenate([curve.false_positive_rates for curve in curves]))
+    highest = [max(curve.true_positive_rate(rate) for curve in curves) for rate in rates]
+    together = TradeOff(rates, np.asarray(highest), all(curve.is_bound for curve in curves))
+    return Gain(together, labels_only=any(gain.labels_only for gain in gains))
 
 
 @lru_cache(maxsize=1024)

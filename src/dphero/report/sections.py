@@ -19,6 +19,7 @@ from dphero.report.summary import badge
 from dphero.report.words import explain_epsilon, verdict
 
 _MANY = 12  # of more, a list is folded
+_NAMED = 60  # runs of an explanation that are named in the command that repeats it
 _FEW = 6  # statements that are printed whole
 _ONE_RUN = ("started", "command")  # of an environment; a command, which old runs kept, may name a seed
 _CONTROLS = {
@@ -237,7 +238,7 @@ def _explain(numbers: Mapping[str, Any], place: Path) -> list[str]:
     """Return how to draw heat maps again, from the folder in which their runs lie."""
     runs = numbers.get("runs")
     names = [str(each.get("name")) for each in runs if isinstance(each, Mapping)] if isinstance(runs, list) else []
-    named = " ".join(map(shlex.quote, names[:_MANY])) + (" …" if len(names) > _MANY else "")
+    named = " ".join(map(shlex.quote, names[:_NAMED])) + (" …" if len(names) > _NAMED else "")
     return ["# the heat maps again, from where the runs are", f"dphero explain {named} -o {shlex.quote(place.name)}"]
 
 

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Memory(Protocol):
-    """Measures what one batch after another takes."""
-
-    @property
-    def room(self) -> int:
-        """How many bytes the batch could have taken when it began."""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that were taken at a time since the batch began."""
-
-    def begin(self) -> None:
-        """A batch begins."""
-
-
 class CudaMemory:
-    """The memory of a GPU, as torch's allocator counts it; nothing waits for the GPU.
+    """What one batch after another takes of a GPU's memory, as torch's allocator counts it; nothing waits for the GPU.
 
     To measure from one batch to the next, ``torch.cuda.max_memory_allocated`` is set back at each.
+
+    Attributes:
+        room: How many bytes the batch could have taken when it began.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor
 
-from dphero.run.memory import Memory, memory_of
+from dphero.run.memory import CudaMemory, memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +30,18 @@ _MULTIPLE = 8
 """Larger sizes are a multiple of it."""
 
 
-class RowLimit(Protocol):
-    """The most rows of a physical batch.
+class RowLimit:
+    """The most rows of a physical batch: a number that was given, and stays.
 
     Attributes:
         rows: The number; ``None`` for whole lots.
         settled: Whether it stays.
     """
 
-    @property
-    def rows(self) -> int | None: ...
+    settled = True
 
-    @property
-    def settled(self) -> bool: ...
+    def __init__(self, rows: int | None) -> None:
+        self.rows = rows
 
     def begin(self) -> None:
         """Called when a batch is handed out."""
@@ -51,35 +50,14 @@ class RowLimit(Protocol):
         """Called when the gradients of a batch have been summed: its rows, and whether there was a step before it."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a resumed run begins with."""
+        """Return what a resumed run begins with, if anything."""
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Begin with that."""
 
 
-class FixedRows:
-    """A number of rows that stays."""
-
-    settled = True
-
-    def __init__(self, rows: int | None) -> None:
-        self.rows = rows
-
-    def begin(self) -> None:
-        """Nothing is measured."""
-
-    def note(self, rows: int, *, stepped: bool) -> None:
-        """Nothing is measured."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """There is nothing to keep."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """There is nothing to begin with."""
-
-
-class MeasuredRows:
+class MeasuredRows(RowLimit):
     """As many rows as fit in memory: few at first, and more as the memory is known that batches take.
 
     With n rows a batch takes a + b n bytes: with m > n rows at most m / n times as many. As many rows as fit by this
@@ -96,21 +74,21 @@ class MeasuredRows:
         later: Bytes that will be taken from the first step on.
     """
 
-    def __init__(self, memory: Memory, most: int, *, share: float = _SHARE, later: int = 0) -> None:
+    rows: int
+
+    def __init__(self, memory: CudaMemory, most: int, *, share: float = _SHARE, later: int = 0) -> None:
+        super().__init__(min(_FIRST, most))
         self._memory, self._most, self._share, self._later = memory, most, share, later
-        self.rows = min(_FIRST, most)
         self.settled = self.rows == most
         self._bytes = 0  # what a batch of so many rows takes, as far as is known
         self._examined = False  # in the first batch the model is examined, which takes memory of its own
         self._seen: list[tuple[int, int]] = []  # rows and bytes of batches of this size
 
     def begin(self) -> None:
-        """A batch is handed out."""
         if not self.settled:
             self._memory.begin()
 
     def note(self, rows: int, *, stepped: bool) -> None:
-        """The gradients of a batch have been summed."""
         if self.settled or 2 * rows <= self.rows:  # the small rest of a lot, or a batch that was fetched before
             return
         if self._examined:
@@ -138,7 +116,6 @@ class MeasuredRows:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the size, and what is known of it."""
         return {"rows": self.rows, "bytes": self._bytes, "settled": self.settled}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -166,9 +143,9 @@ def make_row_limit(
         ValueError: If it is to be found, and the model lies on several devices.
     """
     if asked != "auto":
-        return FixedRows(asked)
+        return RowLimit(asked)
     memory = memory_of(parameters.values())
     if memory is None:
-        return FixedRows(min(most, _ON_A_CPU))
+        return RowLimit(min(most, _ON_A_CPU))
     later = _AFTER_A_STEP * sum(parameter.nbytes for parameter in parameters.values())
     return MeasuredRows(memory, most, share=_SHARE_RECORDED if recorded else _SHARE, later=later)

@@ -1,37 +1,16 @@
-"""Who is in a lot: Poisson draws, or the batches of a shuffled epoch. Each is a function of a key and a number."""
+"""Who is in a lot: Poisson draws, or the batches of a shuffled epoch.
+
+Each lot is a function of a key and its number, so that a resumed run draws what the unbroken one would have drawn.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-
-
-class Sampler(Protocol):
-    """Draws lots by their index, so that a resumed run draws what the unbroken one would have drawn."""
-
-    lots_per_epoch: int
-    key: int | None
-
-    @property
-    def usual_sizes(self) -> list[int]:
-        """Sizes for buffers: few lots exceed the first, hardly any the last. Private."""
-
-    def draw(self, lot: int) -> np.ndarray:
-        """Return the indices of the examples of a lot."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: all settings and the key."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: If it was saved by a sampler with other settings; nothing is changed then.
-        """
 
 
 class PoissonSampler:
@@ -53,7 +32,7 @@ class PoissonSampler:
 
     @property
     def usual_sizes(self) -> list[int]:
-        """One and four standard deviations above the mean: one lot in six, and one in 30,000, is larger."""
+        """Sizes for buffers. Private: one lot in six, and one in 30,000, is larger (1 and 4 standard deviations)."""
         mean = self.size * self.sample_rate
         deviation = math.sqrt(mean * (1 - self.sample_rate))
         return [min(self.size, math.ceil(mean + many * deviation)) for many in (1, 4)]
@@ -68,9 +47,9 @@ class PoissonSampler:
         return {"sampling": "poisson", "sample_rate": self.sample_rate, "key": _to_text(self.key)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the key of a sampler with the same rate."""
+        """Take over the key of a sampler with the same rate; raise ``ValueError`` for another, and change nothing."""
         _require_same(state, self.state_dict())
-        self.key = _from_text(state["key"])
+        self.key = None if state["key"] is None else int(state["key"])
 
 
 class ShuffleSampler:
@@ -117,11 +96,14 @@ class ShuffleSampler:
         self.key, self.first_epoch, self._epoch = int(state["key"]), int(state["first_epoch"]), None
 
 
-def generator_of(key: int | None, number: int, purpose: int = 0) -> np.random.Generator:
+Sampler = PoissonSampler | ShuffleSampler
+
+
+def generator_of(key: int | None, number: int) -> np.random.Generator:
     """Return the generator of one lot (or epoch): the counter's upper words name it, the lowest counts draws."""
     if key is None:
         return np.random.Generator(np.random.PCG64(secrets.randbits(256)))
-    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, number, purpose]))
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, number, 0]))
 
 
 def _distinct(random: np.random.Generator, size: int, count: int) -> np.ndarray:
@@ -138,10 +120,6 @@ def _distinct(random: np.random.Generator, size: int, count: int) -> np.ndarray:
 
 def _to_text(key: int | None) -> str | None:
     return None if key is None else str(key)
-
-
-def _from_text(text: str | None) -> int | None:
-    return None if text is None else int(text)
 
 
 def _require_same(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -94,17 +94,23 @@ class LabelRandomiser:
         probabilities = response(self._labels[index], prior.cpu().double(), self.epsilon)
         reached = probabilities.cumsum(1)
         reached = reached / reached[:, -1:]  # ends at 1 exactly, where the last possible class is
-        return (reached > self._uniform(part, probabilities)[:, None]).int().argmax(1)
+        return (reached > self._uniform(index, probabilities)[:, None]).int().argmax(1)
 
-    def _uniform(self, part: int, probabilities: Tensor) -> Tensor:
-        """Numbers in [0, 1), on the grid of 53 bits; of a key they are others for other probabilities."""
-        count = len(probabilities)
+    def _uniform(self, index: Tensor, probabilities: Tensor) -> Tensor:
+        """Numbers in [0, 1), on the grid of 53 bits; those of a key are each bound to the probabilities of its example.
+
+        Those of the other examples have no part in it: one label decides its own outcome alone.
+        """
         if self.key is None:
-            words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
-            return torch.from_numpy((words >> np.uint64(11)) * 2.0**-53)
-        held = probabilities.contiguous().numpy().tobytes()
-        bound = hashlib.blake2b(held, key=self.key.to_bytes(16), digest_size=16).digest()
-        return torch.from_numpy(_generator(int.from_bytes(bound), part).random(count))
+            drawn = os.urandom(8 * len(probabilities))
+        else:
+            key = self.key.to_bytes(16)
+            held = zip(index.tolist(), probabilities.contiguous().numpy(), strict=True)
+            drawn = b"".join(
+                hashlib.blake2b(row.tobytes(), key=key, salt=place.to_bytes(16), digest_size=8).digest()
+                for place, row in held
+            )
+        return torch.from_numpy((np.frombuffer(drawn, dtype=np.uint64) >> np.uint64(11)) * 2.0**-53)
 
 
 def _generator(key: int, number: int) -> np.random.Generator:

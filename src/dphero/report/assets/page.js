@@ -113,8 +113,9 @@
       const button = document.createElement("button");
       const swatch = document.createElement("span");
       const colour = trace.line?.color ?? trace.marker?.color;
-      swatch.className = "swatch";
-      swatch.style.background = typeof colour === "string" ? themed(colour) : variable("--soft");
+      const points = trace.mode.includes("markers");
+      swatch.className = points ? `swatch ${trace.marker?.symbol ?? "circle"}` : `swatch line ${trace.line?.dash ?? "solid"}`;
+      if (typeof colour === "string") swatch.style.color = themed(colour);
       plain.innerHTML = group;
       button.type = "button";
       button.dataset.group = group;

@@ -12,7 +12,7 @@ from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY, colours_of, move_apart
 
 _MOST_POINTS = 500  # of a line: more cannot be told apart on a screen
-_RIM, _SAME = 3, 0.02  # pixels that a line shows beside one above it; values that cannot be told apart
+_RIM, _SAME = 3, 0.04  # pixels that a line shows beside one above it; values that cannot be told apart
 _Point = TypeVar("_Point")
 _SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "pentagon", "star", "hexagon")
 

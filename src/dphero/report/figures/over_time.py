@@ -47,7 +47,7 @@ def gain(material: Material) -> Drawing | None:
             }
         )
     widened = wider_below(data)
-    together = "Methods with the same noise have the same curve, and their colours lie upon each other."
+    together = "Curves that are the same, or nearly so, lie upon each other: the lower ones are drawn wider."
     labels = "Of methods that protect labels only, the curve is about exchanged labels: they do not hide who was there."
     notes = ["" if widened == data else together, labels if any(each.labels_only for _, each in known) else ""]
     guess: dict[str, Any] = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing"}
@@ -100,12 +100,12 @@ def budget(material: Material) -> Drawing | None:
     for row in material.rows:
         if row.protects == "nothing":
             continue
-        curve = _curve(material, row, "epsilon")
+        curve = _spent(material, row)
         if not curve:
             if any(run.metrics for run in material.runs_of(row)):
                 unbounded.append(line_label(row))
             continue
-        largest = max(largest, *(mean for _, mean, _ in curve))
+        largest = max(largest, *(spent for _, spent, _ in curve))
         data.append(style[kind(row)].trace(shown) | _points(row, curve, "ε = %{y:.4~g}"))
         middle = curve[len(curve) // 2]
         asked = "" if row.asked_epsilon is None else f"{row.asked_epsilon:g}"
@@ -118,7 +118,7 @@ def budget(material: Material) -> Drawing | None:
     return Drawing(
         "budget",
         "Budget spent over time",
-        "Lines of the privacy loss ε after each evaluation, one for each setting.",
+        "Lines of the privacy loss ε after each evaluation, one for each setting: the largest among its runs.",
         {"data": wider_below(data), "layout": drawn},
         ("setting", "ε half-way", "ε at the end", "ε asked for"),
         lines,
@@ -211,6 +211,14 @@ def diagnostics(material: Material) -> Drawing | None:
 def _curve(material: Material, row: Row, name: str) -> _Curve:
     """Return a metric over the training, a mean over the runs of a row."""
     return mean_curve([run.metrics for run in material.runs_of(row)], name)
+
+
+def _spent(material: Material, row: Row) -> _Curve:
+    """Return the ε spent over the training: the largest among the runs of a row, as in every table."""
+    curves = [mean_curve([run.metrics], "epsilon") for run in material.runs_of(row) if run.metrics]
+    spent = [{epoch: value for epoch, value, _ in curve} for curve in curves]
+    common = [epoch for epoch in spent[0] if all(epoch in each for each in spent)] if spent else []
+    return [(epoch, max(each[epoch] for each in spent), 0.0) for epoch in common]
 
 
 def _points(row: Row, curve: _Curve, shown: str) -> dict[str, Any]:

@@ -225,6 +225,7 @@ def _settings(run: Run) -> dict[str, Any]:
     options = found.pop("options", {})
     if run.federation is not None:
         found["federated"] = f"{run.federation['clients']} clients"
+        found["shared"] = run.federation.get("shared")
     return {**found, **{f"options.{name}": value for name, value in options.items()}}
 
 
