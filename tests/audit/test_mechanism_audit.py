@@ -76,7 +76,8 @@ def test_sound_engines_are_not_refuted(settings: Settings, few: None, monkeypatc
     monkeypatch.setattr(os, "urandom", fixed.bytes)
     monkeypatch.setattr(secrets, "token_bytes", fixed.bytes)
     monkeypatch.setattr(secrets, "randbits", lambda bits: int.from_bytes(fixed.bytes(bits // 8)))
-    made = audit_mechanism(settings, releases=20, seed=1)
+    many = 60 if settings.sampling == "shuffle" else 20  # in an epoch's batches the canary weighs less than the noise
+    made = audit_mechanism(settings, releases=many, seed=1)
     assert not any(check.refuted for check in made.checks), made.checks
     for found in made.audits:
         assert not found.refuted
