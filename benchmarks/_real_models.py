@@ -23,12 +23,14 @@ class RealModel:
         inputs: Returns inputs and labels for so many rows.
         loss: The mean loss of a batch, from the model's output and labels.
         rows: Examples in a lot.
+        random: Whether it has dropout: two passes differ, and gradients cannot be compared.
     """
 
     make: Callable[[bool], nn.Module]
     inputs: Callable[[int, bool], tuple[Tensor, Tensor]]
     loss: Callable[[Any, Tensor], Tensor]
     rows: int
+    random: bool = False
 
 
 _LENGTH, _VOCABULARY = 512, 32000
@@ -72,6 +74,19 @@ def _resnet18(tiny: bool) -> nn.Module:
     return resnet18(norm_layer=lambda channels: nn.GroupNorm(16, channels))
 
 
+def _distilbert(tiny: bool) -> nn.Module:
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    size = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 500} if tiny else {}
+    return DistilBertForSequenceClassification(DistilBertConfig(**size))  # with its dropout
+
+
+def _nf_resnet26(_tiny: bool) -> nn.Module:
+    from timm import create_model
+
+    return create_model("nf_resnet26", num_classes=1000)
+
+
 class StandardisedConvolution(nn.Conv2d):
     """What a user writes who reads of weight standardisation: the library has no rule for it and follows the code."""
 
@@ -103,6 +118,10 @@ def _tokens(vocabulary: int) -> Callable[[int, bool], tuple[Tensor, Tensor]]:
     return make
 
 
+def _texts(rows: int, tiny: bool) -> tuple[Tensor, Tensor]:
+    return torch.randint(500 if tiny else 30522, (rows, 32 if tiny else 128)), torch.randint(2, (rows,))
+
+
 def _images(size: int, classes: int, channels: int = 3) -> Callable[[int, bool], tuple[Tensor, Tensor]]:
     def make(rows: int, tiny: bool) -> tuple[Tensor, Tensor]:
         side = min(size, 32) if tiny else size
@@ -115,6 +134,10 @@ def _next_token(out: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def _class(out: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.logits, labels)
+
+
 REAL_MODELS = {
     "gpt2": RealModel(_gpt2, _tokens(50257), _next_token, 8),
     "llama-150m": RealModel(_llama, _tokens(_VOCABULARY), _next_token, 8),
@@ -123,5 +146,7 @@ REAL_MODELS = {
     "wrn-16-4": RealModel(lambda _: wrn_16_4(), _images(32, 10), F.cross_entropy, 256),
     "wrn-16-4-own-ws": RealModel(_standardised_wrn, _images(32, 10), F.cross_entropy, 256),
     "cifar-cnn": RealModel(lambda _: cifar_cnn(), _images(32, 10), F.cross_entropy, 256),
+    "distilbert": RealModel(_distilbert, _texts, _class, 32, random=True),
+    "nf-resnet26": RealModel(_nf_resnet26, _images(224, 1000), F.cross_entropy, 32),
     "lenet": RealModel(lambda _: lenet(), _images(28, 10, 1), F.cross_entropy, 256),
 }

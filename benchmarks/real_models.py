@@ -1,13 +1,16 @@
 """What a private step of real models costs on a GPU: time and peak memory over plain SGD's, and whether it is exact.
 
     python benchmarks/real_models.py --json benchmarks/results/real-models.json
+    python benchmarks/real_models.py --json benchmarks/results/real-models.json --resume   # what is missing there
+    python benchmarks/real_models.py --json benchmarks/results/real-models.json --table
     python benchmarks/real_models.py --device cpu --tiny          # tries the script out
 
 For each model and precision (float32, and bf16 autocast) all systems live in one process. Each takes some steps alone
 first: they examine the model and decide what is recorded, and give its peak of reserved memory above what was there
-before. Then all take turns in rounds, in random order; a ratio is (system / plain SGD) of one round, and the median is
-printed. *isotropic* and *pca* are dphero with no option set; *-graphs* and *-eager* are `cuda_graphs=True` and `False`,
-*-poisson* draws lots of varying size.
+before; the time of the first step over a plain one's is what examining costs. Then all take turns in rounds, in
+random order; a ratio is (system / plain SGD) of one round, and the median is printed. *isotropic* and *pca* are
+dphero with no option set; *-graphs* and *-eager* are `cuda_graphs=True` and `False`, *-poisson* draws lots of varying
+size.
 
 Exact: with hardly any noise and a bound that clips every example, the released gradient of the last of some steps is
 compared with that of micro-batches of one, and as a yardstick those of bf16 with those of float32: relative error of
@@ -216,6 +219,7 @@ def measure(name: str, precision: str, options: argparse.Namespace) -> dict[str,
             "milliseconds": round(1e3 * statistics.median(times[system]), 2),
             "ratio": round(statistics.median(ratios), 3),
             "range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "first_in_plain_steps": round(found[system]["first_step_seconds"] / statistics.median(times["plain"]), 1),
         }
         if "peak_mib" in found[system]:
             found[system]["memory"] = round(found[system]["peak_mib"] / max(found["plain"]["peak_mib"], 1), 3)
@@ -296,24 +300,57 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small models and batches")
     parser.add_argument("--traceback", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, after each model")
+    parser.add_argument("--resume", action="store_true", help="leave out what FILE holds already")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no model after that time")
+    parser.add_argument("--table", action="store_true", help="print what FILE holds, and run nothing")
     options = parser.parse_args()
     options.systems = ["plain", *(system for system in options.systems if system != "plain")]
     return options
 
 
+def table(report: dict[str, Any]) -> str:
+    """Return the results as a table: ratios and memory over plain SGD's, first batch in plain steps, and exactness."""
+    heads = ("model", "precision", "isotropic", "PCA", "Opacus hooks", "memory", "first batch", "error (yardstick)")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for model, precisions in report["models"].items():
+        for precision, found in precisions.items():
+            systems, exact = found.get("systems", {}), found.get("exactness", {})
+            ratios = [_ratio(systems.get(system)) for system in ("isotropic", "pca", "opacus-hooks")]
+            ours = [systems[system] for system in ("isotropic", "pca") if "ratio" in systems.get(system, {})]
+            memory = " / ".join(f"{each['memory']:.2f}" for each in ours if "memory" in each)
+            first = " / ".join(f"{each['first_in_plain_steps']:.0f}" for each in ours)
+            error = f"{exact.get('error', '')}" + (f" ({exact['yardstick']})" if "yardstick" in exact else "")
+            lines.append("| " + " | ".join((model, precision, *ratios, memory, first, error)) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "–"
+    return f"{found['ratio']:.2f} ({found['range'][0]:.2f}–{found['range'][1]:.2f})" if "ratio" in found else "fails"
+
+
 def main() -> None:
     options = parse()
+    held = options.resume or options.table
+    before = json.loads(options.json.read_text()) if held and options.json and options.json.exists() else None
+    if options.table:
+        print(table(before or {"models": {}}))
+        return
     if options.device == "cuda" and not torch.cuda.is_available():
         print("real models are measured on a GPU, and there is none (--device cpu --tiny tries the script out)")
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    report: dict[str, Any] = {"torch": torch.__version__, "device": name, "models": {}}
+    report: dict[str, Any] = before or {"torch": torch.__version__, "device": name, "models": {}}
+    began = time.perf_counter()
     for model in options.models:
         for precision in options.precisions:
             start = time.perf_counter()
+            if precision in report["models"].get(model, {}) or start - began > options.seconds:
+                continue
             try:
                 found: dict[str, Any] = {} if options.no_timing else {"systems": measure(model, precision, options)}
-                if not options.no_exactness:
+                if not options.no_exactness and not REAL_MODELS[model].random:
                     found["exactness"] = exactness(model, precision, options)
             except Exception as error:
                 traceback.print_exc()
