@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import re
 import threading
 from pathlib import Path
@@ -161,6 +162,10 @@ def test_scores_of_heat_maps_are_those_of_the_file():
         assert f"{100 * sum(reached) / len(reached):.1f} % right" in lines[group].replace("\u00a0", " ")
         shown = [f"{pairs[name]['mean']:.2f}<" for name in ("spearman", "iou", "same_class")]
         mean = sum(faithful) / len(faithful)
+        true = "true ε" if "UNSOUND" in group else "ε"
+        spent = math.ceil(1000 * max(each["epsilon"] for each in numbers["runs"] if each["group"] == group)) / 1000
+        spent = f"{spent:,.0f}" if spent > 1000 else f"{spent:.3f}"
+        assert f">{true} = {spent}, " in lines[group].replace("\u00a0", " ")
         for each in (*shown, f"{mean:+.3f}<", f">{min(faithful):+.3f} to {max(faithful):+.3f}<"):
             assert each in lines[group], each
 
@@ -188,11 +193,37 @@ def test_where_nothing_can_be_read_no_page_is_written(tmp_path):
 
 def test_lines_that_coincide_show_the_colours_of_all():
     def line(name, y, dash="solid"):
-        return {"name": name, "x": [1, 2], "y": y, "line": {"dash": dash, "width": 2}}
+        return {"name": name, "x": [1, 2], "y": y, "line": {"dash": dash, "width": 2}, "marker": {"size": 7}}
 
     drawn = [line("a", [1, 2]), line("b", [3, 4]), line("a", [1, 2]), line("c", [1.01, 2]), line("d", [1, 2], "dot")]
-    assert [each["line"]["width"] for each in wider_below(drawn)] == [5, 2, 5, 2, 2]
-    assert drawn[0]["line"]["width"] == 2
+    assert [each["line"]["width"] for each in wider_below(drawn)] == [6, 2, 6, 2, 2]
+    assert [each["marker"]["size"] for each in wider_below(drawn)] == [11, 7, 11, 7, 7], "points are rims, too"
+    assert drawn[0]["line"]["width"] == 2 and drawn[0]["marker"]["size"] == 7
+    assert wider_below(3 * drawn) == 3 * drawn, "among many, wide lines would cover others"
+    page = build(read([RESULTS / "mnist-comparison"])).main
+    for name in ("gain", "budget"):
+        assert "lie upon each other" in page.partition(f'data-legend="{name}"')[2].partition("<details")[0], name
+
+
+def test_what_is_said_of_several_runs_holds_for_them():
+    """Who is as good, when they began, what is proven; and no switch that would change nothing."""
+    page = build(read([RESULTS / "mnist-comparison"]))
+    rows = json.loads((RESULTS / "mnist-comparison" / "table.json").read_text())["rows"]
+    proven = [row for row in rows if row["is_bound"] and row["protects"] != "nothing"]
+    best = max(proven, key=lambda row: row["accuracy"])
+    near = sum(best["accuracy"] - row["accuracy"] <= max(best["spread"], row["spread"]) for row in proven) - 1
+    assert f"; {near} of the others within one standard deviation" in page.main and near == 3
+    environments = (RESULTS / "mnist-comparison").glob("runs/*/environment.json")
+    assert (
+        f'>first started</th><td role="cell">{min(json.loads(e.read_text())["started"] for e in environments)}<'
+        in page.main
+    )
+    assert {each["name"] for each in page.figures["claims"]["data"]} == {"claimed", "true"}, "no bound: not 'at most'"
+    assert page.main.count("data-control") == 2
+    apart = build(read([RESULTS / "cifar10-runs"])).main
+    assert "data-control" not in apart and "of the others" not in apart
+    alone = build(read([CIFAR])).main
+    assert ">started</th>" in alone and "All runs" not in alone
 
 
 def test_a_federated_run_says_how_many_clients_and_who_is_worst():

@@ -95,7 +95,7 @@ def _verdicts(explained: Explained) -> Html | None:
     caption = (
         f"How far privacy changes the maps, and whether by more than another seed does: agreement with those of "
         f"{reference}, mean (lowest to highest pair){about}. Faithful: insertion minus deletion, mean (lowest to "
-        "highest run); 0 says nothing"
+        "highest run); 0 says nothing. ε: the largest of the runs"
     )
     return table(headings, lines, caption=caption if reference else "Verdicts", numbers=range(1, 2 + len(_SCORES)))
 
@@ -114,10 +114,12 @@ def _training(numbers: Mapping[str, Any], group: str, name: str) -> Html:
         return join(name)
     spent = [each.get("epsilon") for each in runs]
     known = [float(each) for each in spent if isinstance(each, int | float)]
-    cost = f"ε = {shown_price(max(known) if len(known) == len(spent) else math.inf)}"
+    true = "" if all(each.get("sound", True) for each in runs) else "true "
+    cost = f"{true}ε = {shown_price(max(known) if len(known) == len(spent) else math.inf)}"
     reached = [float(value) for each in runs if isinstance(value := each.get("accuracy"), int | float)]
-    mean = f", {100 * sum(reached) / len(reached):.1f} % right" if reached else ""
-    return tag("span", name, tag("span", cost + mean, class_="range"))
+    mean = f"{100 * sum(reached) / len(reached):.1f} % right" if reached else ""
+    words = ", ".join(each.replace(" ", "\u00a0") for each in (cost, mean) if each)
+    return tag("span", name, tag("span", words, class_="range"))
 
 
 def _faithful(numbers: Mapping[str, Any], group: str) -> str:

@@ -159,9 +159,9 @@ def _claims(material: Material, page: _Page) -> Html | None:
         return None
     words = tag(
         "p",
-        "The claimed ε is what a paper or a run prints; the true ε is what its ledger costs; the audited one is a "
-        "lower bound that an attack proved. An audit can refute a claim, never prove one. Claims about single releases "
-        "are about two lots at the σ beside them, not about the whole run.",
+        "The claimed ε is what a paper or a run prints; the true ε is what its ledger costs, a proven bound only where "
+        "the summary says so; the audited one is a lower bound that an attack proved. An audit can refute a claim, "
+        "never prove one. Claims about single releases are about two lots at the σ beside them, not about the run.",
         class_="before-figure",
     )
     conclusions = [

@@ -177,9 +177,12 @@ def environment(material: Material) -> Html | None:
         return None
     parts = []
     for runs in groups.values():
-        values = _flat({name: each for name, each in runs[0].environment.items() if name != "command"})
-        lines = [[name.removeprefix("packages."), _words(each)] for name, each in values.items() if each is not None]
-        caption = "All runs" if len(groups) == 1 else ", ".join(run.name for run in runs[:5])
+        values = _flat({name: each for name, each in runs[0].environment.items() if name not in _ONE_RUN})
+        started = sorted(str(run.environment["started"]) for run in runs if run.environment.get("started"))
+        lines = [["started" if len(runs) == 1 else "first started", started[0]]] if started else []
+        lines += [[name.removeprefix("packages."), _words(each)] for name, each in values.items() if each is not None]
+        all_runs = "All runs" if len(runs) > 1 else "Of the run"
+        caption = all_runs if len(groups) == 1 else ", ".join(run.name for run in runs[:5])
         parts.append(
             table(("what", "value"), lines, caption=caption + ("" if len(runs) < 6 or len(groups) == 1 else ", …"))
         )

@@ -89,6 +89,7 @@ def _tiles(material: Material) -> Html | None:
     gain = worst_gain(material.runs_of(best))
     spread = "" if best.spread is None else f"± {100 * best.spread:.2f} over {best.seeds} runs: "
     of_all = f"{spread}{_name(best)}" + (f", of {len(proven)} settings with a proven bound" if len(proven) > 1 else "")
+    of_all += _rivals(best, proven)
     shown = value(accuracy(best.accuracy), best.accuracy)
     tiles = [_tile("most accurate", shown, of_all, badge(verdict(best, material.runs_of(best))))]
     if gain.curve is not None:
@@ -108,6 +109,15 @@ def _tiles(material: Material) -> Html | None:
         many = f"{len(unsound)} setting{'s' if len(unsound) > 1 else ''}"
         tiles.append(_tile("not to be believed", many, note, badge(verdict(worst))))
     return tag("ul", *tiles, class_="tiles")
+
+
+def _rivals(best: Row, proven: Sequence[Row]) -> str:
+    """Say how many others are as accurate, as far as several runs of each can tell."""
+    near = 0
+    for row in proven:
+        if row is not best and row.data == best.data and best.spread is not None and row.spread is not None:
+            near += (best.accuracy or 0.0) - (row.accuracy or 0.0) <= max(best.spread, row.spread)
+    return f"; {near} of the others within one standard deviation" if near else ""
 
 
 def outcomes(material: Material) -> Html:

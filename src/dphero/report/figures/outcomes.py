@@ -16,6 +16,7 @@ from dphero.report.words import epsilon as shown_epsilon
 _MOST_LINES = 30
 _MOST_LABELS = 24
 _HEIGHT = 440
+_SEEN = 0.01  # of an ε: what is nearer cannot be told apart in the figure
 
 
 def frontier(material: Material) -> Drawing | None:
@@ -58,8 +59,19 @@ def frontier(material: Material) -> Drawing | None:
         ("setting", "true ε", "accuracy (mean ± sd)", "seeds"),
         lines,
         height=_HEIGHT,
-        controls=("true-epsilon", "single-runs") if material.runs else ("true-epsilon",),
+        controls=_controls(material, placed, rows),
     )
+
+
+def _controls(material: Material, placed: Sequence[Row], rows: Sequence[Row]) -> list[str]:
+    """The switches that would change something: where ε is not the one asked for, and where a point is several runs."""
+    moved = any(_elsewhere(_asked(row) or 0.0, _finite(row.epsilon)) for row in placed)
+    several = material.runs and any(row.seeds > 1 for row in rows)
+    return [*(["true-epsilon"] if moved else []), *(["single-runs"] if several else [])]
+
+
+def _elsewhere(asked: float, true: float | None) -> bool:
+    return true is None or abs(true - asked) > _SEEN * asked
 
 
 def _range(material: Material, rows: Sequence[Row]) -> tuple[float, float]:

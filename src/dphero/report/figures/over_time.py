@@ -9,7 +9,18 @@ from typing import Any
 from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY
 from dphero.experiments.plots import mean_curve
-from dphero.report.figures.drawing import Drawing, Style, kind, layout, line_label, safe, styles, thinned, wider_below
+from dphero.report.figures.drawing import (
+    TOGETHER,
+    Drawing,
+    Style,
+    kind,
+    layout,
+    line_label,
+    safe,
+    styles,
+    thinned,
+    wider_below,
+)
 from dphero.report.gain import RATES, Gain, worst_gain
 from dphero.report.reading.gather import Material
 from dphero.report.words import accuracy as shown_accuracy
@@ -47,9 +58,8 @@ def gain(material: Material) -> Drawing | None:
             }
         )
     widened = wider_below(data)
-    together = "Curves that are the same, or nearly so, lie upon each other: the lower ones are drawn wider."
     labels = "Of methods that protect labels only, the curve is about exchanged labels: they do not hide who was there."
-    notes = ["" if widened == data else together, labels if any(each.labels_only for _, each in known) else ""]
+    notes = ["" if widened == data else TOGETHER, labels if any(each.labels_only for _, each in known) else ""]
     guess: dict[str, Any] = {"x": [1e-4, 1], "y": [1e-4, 1], "mode": "lines", "name": "guessing"}
     guess |= {"legendgroup": "guessing", "line": {"color": "#888888", "width": 1, "dash": "dot"}, "hoverinfo": "skip"}
     rates = {"type": "log", "tickformat": "~%", "dtick": 1}
@@ -115,14 +125,16 @@ def budget(material: Material) -> Drawing | None:
     drawn = layout(_time(material), "ε spent")
     drawn["xaxis"] |= _rounds(material)
     drawn["yaxis"] |= {"type": "log"} if largest > _LARGE else {"rangemode": "tozero"}
+    widened = wider_below(data)
+    boundless = f"Not drawn, because nothing bounds what they spend: {', '.join(unbounded)}." if unbounded else ""
     return Drawing(
         "budget",
         "Budget spent over time",
         "Lines of the privacy loss ε after each evaluation, one for each setting: the largest among its runs.",
-        {"data": wider_below(data), "layout": drawn},
+        {"data": widened, "layout": drawn},
         ("setting", "ε half-way", "ε at the end", "ε asked for"),
         lines,
-        note=f"Not drawn, because nothing bounds what they spend: {', '.join(unbounded)}." if unbounded else "",
+        note=" ".join(filter(None, ("" if widened == data else TOGETHER, boundless))),
     )
 
 

@@ -81,7 +81,7 @@ def claims(material: Material) -> Drawing | None:
     for name, title, symbol in (
         ("audited", "audited: at least", "triangle-right"),
         ("claimed", "claimed", "circle-open"),
-        ("true", "true: at most", "diamond"),
+        ("true", "true", "diamond"),
     ):
         values = [_finite(each[name]) for each in found]
         if any(value is not None for value in values):
