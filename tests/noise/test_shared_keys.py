@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
+from dphero.geometry import Diagonal, Geometry
+from dphero.guidance import Released
+from dphero.mechanism.clipped_sum import ClippedSum
+from dphero.mechanism.release import Mechanism
 from dphero.noise import FastNoise
 from tests.trainer import Training, data, network, same, training
 
@@ -92,6 +98,91 @@ def test_one_seed_in_two_engines_on_other_data_shares_no_noise(
     assert "of another sum. Its noise is drawn anew here" in caplog.text
     monkeypatch.setattr(FastNoise, "_bind", lambda self, release, values: None)
     assert noise_left(released(data()), released(other)) < 0.5
+
+
+class Scaled:
+    """Noise of a scale for each number of a weight."""
+
+    refresh_every, needs_gradients = 10, False
+
+    def __init__(self, turned: bool) -> None:
+        self.turned = turned
+
+    def geometry(self, released: Released) -> dict[str, Geometry]:
+        found = {}
+        for block in released.blocks:
+            scales = torch.linspace(1.0, 4.0, block.value.numel())
+            found[block.name] = Geometry(
+                tuple(block.value.shape), flat=Diagonal(scales.flip(0) if self.turned else scales)
+            )
+        return found
+
+    def observe(self, released: Released) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_two_shapes_with_the_same_extremes_share_no_noise() -> None:
+    """With gradients clipped to a ball both sums are the same: under one noise they could be solved for."""
+    one, other = (
+        training(guidance=Scaled(turned), mechanism="ball", noise_multiplier=SIGMA, seed=19).steps(1)[0]
+        for turned in (False, True)
+    )
+    for name, first in one.items():
+        if first.numel() < 50:
+            continue
+        scales = torch.linspace(1.0, 4.0, first.numel())
+        apart = (first - other[name]).flatten() / (scales - scales.flip(0))  # the noise itself, were it the same
+        solved = (first.flatten() - scales * apart)[(scales - 2.5).abs() > 0.5] * 12
+        assert solved.square().mean().sqrt() > SIGMA / 2
+
+
+def test_marks_tell_clip_rules_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they stand for the sum: the norms are the same, and if all are clipped, so are counts."""
+    found: list[list[float]] = []
+    release = Mechanism.release
+
+    def watched(self: Mechanism, lot: ClippedSum) -> dict[str, Tensor]:
+        found.append([number for mark in lot.marks for number in mark.tolist()])
+        return release(self, lot)
+
+    monkeypatch.setattr(Mechanism, "release", watched)
+    for rule in ("flat", "automatic", "per_layer"):
+        training(guidance="isotropic", clipping=rule, max_grad_norm=1e-3, seed=20).steps(1)
+    assert [marks[:3] for marks in found] == [found[0][:3]] * 3
+    assert len({tuple(marks) for marks in found}) == 3
+
+
+def test_the_first_noise_on_a_gpu_follows_the_labels_also_where_norms_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear model that begins with zeros: every label has a gradient of the same length."""
+    bound: list[list[Tensor]] = []
+    bound_to = Mechanism._bound_to
+
+    def watched(self: Mechanism, lot: ClippedSum) -> list[Tensor]:
+        elsewhere: Any = {"weight": SimpleNamespace(is_cpu=False)}
+        with monkeypatch.context() as patch:
+            patch.setattr(self, "_parameters", elsewhere)
+            bound.append(bound_to(self, lot))
+        return bound[-1]
+
+    monkeypatch.setattr(Mechanism, "_bound_to", watched)
+    other = data()
+    other.tensors[1].copy_((other.tensors[1] + 1) % 3)
+    for dataset in (data(), other):
+        module = torch.nn.Linear(data().tensors[0][0].numel(), 3)
+        torch.nn.init.zeros_(module.weight)
+        torch.nn.init.zeros_(module.bias)
+        flat = TensorDataset(dataset.tensors[0].flatten(1), dataset.tensors[1])
+        training(module, dataset=flat, guidance="isotropic", seed=21).steps(2)
+    first, second, again, _ = bound
+    assert torch.equal(first[1], again[1]), "the marks are the same"
+    assert not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len(second) == 2, "later on the marks stand for the sum"
 
 
 def test_one_key_is_warned_of_once_however_many_runs_share_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,10 @@ of `colour`; the constructors of the factors see to that.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -80,6 +82,21 @@ class Geometry:
     def largest(self) -> float:
         """The largest singular value of A."""
         return math.prod((f.largest for f in (self.left, self.right, self.flat) if f is not None), start=1.0)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Tells this geometry from others: a hash of all that it is made of."""
+        code = hashlib.blake2b(digest_size=16)
+        for name, value in self.state().items():
+            parts = value.items() if isinstance(value, dict) else [(name, value)]
+            for part, held in parts:
+                code.update(f"{name} {part} ".encode())
+                if isinstance(held, Tensor):
+                    code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
+                    code.update(held.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+                else:
+                    code.update(f"{held!r} ".encode())
+        return code.digest()
 
     def whiten(self, g: Tensor) -> Tensor:
         """Returns A^-1 g (g itself where A is the identity)."""

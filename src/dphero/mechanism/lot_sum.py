@@ -162,7 +162,7 @@ class LotSum:
         """Bring the diagnostics up to date; return how many gradients are not finite."""
         numbers = reading.arrived()[0]
         self._marks.append(numbers)
-        good, clipped, norm = numbers.tolist()
+        good, clipped, norm, _ = numbers.tolist()
         self._finite, self._norms = self._finite + good, self._norms + norm
         seen = self._diagnostics
         self._diagnostics = Diagnostics(
@@ -189,11 +189,15 @@ class _Added:
 
 
 def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return how many gradients are finite, how many of these are scaled down, and the sum of their norms."""
+    """Return how many gradients are finite, how many of these are scaled down, and sums of their norms and weights.
+
+    The weights tell a lot from the same one under another clip rule.
+    """
     distinct = list({id(values): values for values in weights.values()}.values())
     least = distinct[0] if len(distinct) == 1 else torch.stack(distinct).amin(0)
     norms = torch.where(finite, stacked.sum(0), 0).sqrt()
-    return torch.stack([finite, (least < 1) & finite, norms]).sum(1, dtype=torch.float64)
+    weighed = torch.where(finite, distinct[0] if len(distinct) == 1 else torch.stack(distinct).sum(0), 0)
+    return torch.stack([finite, (least < 1) & finite, norms, weighed]).sum(1, dtype=torch.float64)
 
 
 def _sums(

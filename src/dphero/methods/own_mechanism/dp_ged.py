@@ -94,7 +94,7 @@ class _EncodedTrainer(NoisyTrainer):
                 sums[name] += code
             loss, clipped = loss + losses.sum(), clipped + shrunk
         self._ledger.record(self.event)
-        noise = student_t(self, self.method.degrees, torch.tensor(self.scale), *sums.values())
+        noise = student_t(self, self.method.degrees, torch.tensor([self.scale, clip]), *sums.values())
         scale, lot = self.scale * clip, self.task.recipe.lot
         released = {name: sums[name] + scale * noise[name] for name in self.parameters}
         if self.method.denoise == "score":
@@ -135,12 +135,12 @@ def encode(batch: GradientBatch, clip: float, unit: float, levels: int) -> tuple
 def student_t(trainer: NoisyTrainer, degrees: int, *values: Tensor) -> dict[str, Tensor]:
     """Return standard Student-t noise for every parameter: z / √(χ²/ν), made of ν + 1 Gaussians a coordinate.
 
-    It is bound to ``values``.
+    It is bound to ``values``, and to ν.
     """
     shape = (degrees + 1, trainer.size)
     parameters = trainer.parameters
     normals = torch.empty(shape, device=trainer.task.device)
-    trainer.draw([normals], 1.0, *values)
+    trainer.draw([normals], 1.0, torch.tensor(degrees), *values)
     flat = normals[0] / normals[1:].square().mean(0).sqrt()
     parts = flat.split([parameter.numel() for parameter in parameters.values()])
     return {name: part.view_as(parameter) for (name, parameter), part in zip(parameters.items(), parts, strict=True)}

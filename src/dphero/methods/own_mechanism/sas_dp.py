@@ -163,8 +163,9 @@ class _SearchTrainer(NoisyTrainer):
         energy = torch.stack(torch._foreach_norm(gradients)).square().sum().item()  # type: ignore[arg-type]
         energy = max(energy - self.size * (std / lot) ** 2, 0.0)
         half = self.search_epsilon / 2
-        before = self._clipped_loss(rows)
-        noise = self._laplace(method.trials + 1, before)
+        losses = self._losses(rows)
+        before = self._clipped_loss(losses)
+        noise = self._laplace(method.trials + 1, losses)
         threshold = noise[0] * method.loss_clip / half
         size = method.largest * self.task.recipe.lr
         try:
@@ -172,33 +173,40 @@ class _SearchTrainer(NoisyTrainer):
                 size = method.largest * self.task.recipe.lr * method.shrink**trial
                 torch._foreach_copy_(parameters, start)
                 torch._foreach_add_(parameters, gradients, alpha=-size)  # type: ignore[arg-type]
-                query = before - self._clipped_loss(rows) - method.decrease * size * lot * energy
+                query = before - self._clipped_loss(self._losses(rows)) - method.decrease * size * lot * energy
                 if query + noise[trial + 1] * 2 * method.loss_clip / half >= threshold:
                     break
         finally:
             torch._foreach_copy_(parameters, start)
         return size
 
-    def _clipped_loss(self, rows: Tensor) -> float:
-        """Return the sum of the losses of rows, each cut to [0, F]; an example moves it by at most F."""
+    def _losses(self, rows: Tensor) -> Tensor:
+        """Return the losses of rows."""
         inputs, labels = self.task.train.tensors
-        bound, found = self.method.loss_clip, torch.zeros((), dtype=torch.float64, device=self.task.device)
+        found = [torch.zeros(0, device=self.task.device)]
         self.module.eval()
         for part in rows.split(self.chunk) if len(rows) else ():
             index = part.to(self.task.device)
-            losses = F.cross_entropy(self.module(inputs[index]), labels[index], reduction="none")
-            found += losses.nan_to_num(bound, bound, 0.0).clamp(0, bound).sum(dtype=torch.float64)
+            found.append(F.cross_entropy(self.module(inputs[index]), labels[index], reduction="none"))
         self.module.train()
-        return found.item()
+        return torch.cat(found)
 
-    def _laplace(self, count: int, loss: float) -> list[float]:
+    def _clipped_loss(self, losses: Tensor) -> float:
+        """Return the sum of losses, each cut to [0, F]; an example moves it by at most F."""
+        bound = self.method.loss_clip
+        return losses.nan_to_num(bound, bound, 0.0).clamp(0, bound).sum(dtype=torch.float64).item()
+
+    def _laplace(self, count: int, losses: Tensor) -> list[float]:
         """Return standard Laplace noise: the difference of two exponentials, each half of two squared Gaussians.
 
-        It is bound to the loss that the search begins with, and to the gradient that it follows.
+        It is bound to the losses that the search begins with, to the gradient that it follows, and to all settings of
+        the search: two searches under one noise would tell how their queries compare.
         """
+        method, lot, lr = self.method, self.task.recipe.lot, self.task.recipe.lr
+        settings = [self.search_epsilon, method.loss_clip, method.largest, method.shrink, method.decrease, lr, lot]
         normals = torch.empty(4, count, dtype=torch.float64)
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        self.draw([normals], 1.0, torch.tensor([loss, self.search_epsilon], dtype=torch.float64), *gradients)
+        self.draw([normals], 1.0, torch.tensor([*settings, count], dtype=torch.float64), losses, *gradients)
         first, second, third, fourth = normals.square().unbind(0)
         return ((first + second - third - fourth) / 2).tolist()
 

@@ -139,7 +139,7 @@ class NoisyTrainer(OwnTrainer):
         assert self._ledger.steps, "noise is added only under an event"
         lot = self.task.recipe.lot
         gradients = {name: torch.empty_like(parameter) for name, parameter in self.parameters.items()}
-        self.draw(list(gradients.values()), std / lot, *sums.values())
+        self.draw(list(gradients.values()), std / lot, torch.tensor(lot), *sums.values())
         for name, part in sums.items():
             gradients[name].add_(part, alpha=1 / lot)
         self.hand_over(gradients)
