@@ -89,10 +89,48 @@ def test_as_published_differences_within_a_batch_have_no_noise_and_distilled_one
     assert spread == pytest.approx(math.sqrt(2), rel=0.15), "each image has noise of its own, √2 σ"
 
 
+def test_without_a_record_one_slot_changes_wherever_the_record_stood(digits, monkeypatch):
+    """Deals are coupled: each other record has the place that it has where the record is there."""
+    rows = rows_of(digits.train, 10)
+    model = sharing._untrained(Distiller, digits)
+    slots = []
+
+    class Watched:
+        def __init__(self, seed):
+            pass
+
+        def fill(self, tensors, std, release, bound_to):
+            slots.append(bound_to[0])
+            tensors[0].zero_()
+
+    monkeypatch.setattr(sharing, "FastNoise", Watched)
+    places = sharing._deal(len(rows), len(rows), 1)
+    for missing in (None, 0, int(places.argmin()), len(rows) - 1):
+        kept = torch.arange(len(rows)) != (-1 if missing is None else missing)
+        monkeypatch.setattr(sharing, "_deal", lambda count, records, seed, kept=kept: places[kept])
+        sharing._distilled(model, rows[kept], len(rows), 1.0, Ledger(), 1, digits)
+    whole, *others = slots[::2]
+    assert whole.count_nonzero() > 0
+    apart = [(whole - other).norm(dim=1) for other in others]
+    assert all(int((each > 0).sum()) <= 1 and float(each.max()) <= math.sqrt(2) for each in apart)
+    assert float(apart[1].max()) > 1, "the record in the first slot was given"
+
+
+def test_places_are_dealt_evenly_and_too_few_are_refused():
+    found = torch.stack([sharing._deal(3, 3, seed) for seed in range(2000)])
+    share = torch.stack([(found == place).float().mean(0) for place in range(4)])
+    assert (share - 0.25).abs().max() < 0.05
+    assert not torch.equal(sharing._deal(99, 99, None), sharing._deal(99, 99, None))
+    with pytest.raises(ValueError, match="--dataset-size that is not too small"):
+        sharing._deal(12, 10, 1)
+
+
 def test_labels_are_noised_too(digits):
     recipe = experiments.resolve(SETTINGS, {"noise_multiplier": 1.0, "lot": 256})
     given, _ = sharing.share(digits, 1437, recipe, Federation(**SHARED, shared="distilled"), Ledger(), 1)
-    right = (given.labels[: sharing._SLOTS] == digits.train.labels[: sharing._SLOTS]).float().mean()
+    labels = torch.full((1438,), -1)
+    labels[sharing._deal(len(digits.train.labels), 1437, 1)] = digits.train.labels
+    right = (given.labels[: sharing._SLOTS] == labels[: sharing._SLOTS]).float().mean()
     assert 0.1 < right < 0.5
 
 

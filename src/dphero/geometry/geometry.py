@@ -93,7 +93,7 @@ class Geometry:
                 code.update(f"{name} {part} ".encode())
                 if isinstance(held, Tensor):
                     code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-                    code.update(held.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+                    code.update(held.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
                 else:
                     code.update(f"{held!r} ".encode())
         return code.digest()

@@ -21,7 +21,7 @@ _SHARED = {
     ),
     "distilled": (
         "The shared data set holds noisy parts of examples, two copies, and their noisy labels: all of it is in the "
-        "ledgers. A record has a slot of its own; without the record, the slot holds noise alone.",
+        "ledgers. Records are dealt out to slots at random; without a record, its slot holds noise alone.",
     ),
     "distilled-published": (
         "UNSOUND AS PUBLISHED: the shared data set holds parts of examples without clipping, one noise for 64 images "

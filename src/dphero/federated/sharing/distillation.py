@@ -10,8 +10,10 @@
 =======================  ==============================================================================================
 
 ``distilled`` releases one vector for each record: (clip_R(x_p) / R, one-hot label), of length √2 at most, plus √2 σ z.
-A record has a slot of its own among a public number of slots; an empty slot is released, too, as noise. So adding or
-removing a record changes one vector by at most √2: a Gaussian release of multiplier σ, made twice.
+Records are dealt out at random, and in secret, to places one more than their public number, of which the first are given;
+an empty one is released, too, as noise. Deal two neighbours out alike, and the record that one of them lacks leaves its
+place empty there: one vector changes by at most √2. It is a Gaussian release of multiplier σ, made twice. (In the order
+of the data, all that follow a record that is missing would be in other places.)
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from dphero.accounting import Gaussian, Ledger, NoNoise, PoissonGaussian, calibrate_noise_multiplier, price
@@ -29,6 +32,7 @@ from dphero.federated.sharing.distiller import COPIES, Distiller
 from dphero.federated.sharing.generator import Generator
 from dphero.federated.sharing.private_training import releases, rows_of, train
 from dphero.methods.recipe import Recipe
+from dphero.methods.trainers.base_trainer import key_of
 from dphero.noise import FastNoise, SecureNoise
 
 Network = TypeVar("Network", Distiller, Generator)
@@ -62,7 +66,7 @@ def share(
     if distilled:
         distiller = _untrained(Distiller, data)
         released = train(distiller, rows, **settings)
-        return _distilled(distiller, rows[:_SLOTS], records, giving, released, seed, data), released
+        return _distilled(distiller, rows, records, giving, released, seed, data), released
     generator, labels = _untrained(Generator, data), torch.arange(_SLOTS) % len(data.classes)
     released = train(generator, rows, **settings)
     source = torch.Generator()
@@ -81,12 +85,13 @@ def _distilled(
     model: Distiller, rows: torch.Tensor, records: int, sigma: float, released: Ledger, seed: int | None, data: Data
 ) -> Split:
     """Return two noisy copies of clipped x_p and labels; what they release goes to the ledger."""
+    places = _deal(len(rows), records, seed)
+    rows, places = rows[places < min(_SLOTS, records)], places[places < min(_SLOTS, records)]
     sensitive = model.sensitive(rows)
     reach = _REACH * (1 - 1e-6)  # lengths are rounded
     sensitive *= (reach / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
     slots = torch.zeros(min(_SLOTS, records), rows.shape[1], dtype=torch.float64)
-    given = torch.cat([sensitive / _REACH, rows[:, model.size :]], 1).double()[: len(slots)]
-    slots[: len(given)] = given
+    slots[places] = torch.cat([sensitive / _REACH, rows[:, model.size :]], 1).double()
     copies = []
     source = SecureNoise() if seed is None else FastNoise(seed ^ 0xFEDFED)
     for number in range(2):
@@ -96,6 +101,21 @@ def _distilled(
         copies.append((slots + noisy).float())
     both = torch.cat(copies)
     return _as_images(_REACH * both[:, : model.size], both[:, model.size :].argmax(1), data)
+
+
+def _deal(count: int, records: int, seed: int | None) -> torch.Tensor:
+    """Return a place for each record, among one more than their public number.
+
+    Raises:
+        ValueError: If there are more than that.
+    """
+    if count > records + 1:
+        raise ValueError(
+            f"this client has {count} records, and declares {records}: those beyond have no place among what it "
+            "shares, and which they are would follow from all others. Give a --dataset-size that is not too small"
+        )
+    random = np.random.Generator(np.random.Philox(key=key_of(seed, "places")))
+    return torch.from_numpy(random.permutation(records + 1)[:count])
 
 
 def _published(data: Data, records: int, lot: int) -> tuple[Split, Ledger]:
