@@ -10,10 +10,10 @@
 =======================  ==============================================================================================
 
 ``distilled`` releases one vector for each record: (clip_R(x_p) / R, one-hot label), of length √2 at most, plus √2 σ z.
-Records are dealt out at random, and in secret, to places one more than their public number, of which the first are given;
-an empty one is released, too, as noise. Deal two neighbours out alike, and the record that one of them lacks leaves its
-place empty there: one vector changes by at most √2. It is a Gaussian release of multiplier σ, made twice. (In the order
-of the data, all that follow a record that is missing would be in other places.)
+Records are dealt out at random, and in secret, to places one more than their public number, of which the first are
+given; an empty one is released, too, as noise. Deal two neighbours out alike, and the record that one of them lacks
+leaves its place empty there: one vector changes by at most √2. It is a Gaussian release of multiplier σ, made twice.
+(In the order of the data, all that follow a record that is missing would be in other places.)
 """
 
 from __future__ import annotations

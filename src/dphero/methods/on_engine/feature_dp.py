@@ -128,7 +128,7 @@ def release_mean_direction(
     """Release the mean of the examples' features, as a public transform shows them, at norm 1: (Σ x/‖x‖ + σ z) / N."""
     total = features.new_zeros(features[0].numel(), dtype=torch.float64)
     for part in features.split(_CHUNK):
-        rows = F.normalize(seen_through(part).flatten(1))
+        rows = F.normalize(seen_through(part).flatten(1).double())  # in float32 a norm may come out above 1
         total += rows.where(rows.isfinite().all(1, keepdim=True), 0.0).sum(0, dtype=torch.float64)
     return moments.release(total, 1.0, noise_multiplier) / records
 
