@@ -196,8 +196,8 @@ def test_lines_that_coincide_show_the_colours_of_all():
         return {"name": name, "x": [1, 2], "y": y, "line": {"dash": dash, "width": 2}, "marker": {"size": 7}}
 
     drawn = [line("a", [1, 2]), line("b", [3, 4]), line("a", [1, 2]), line("c", [1.01, 2]), line("d", [1, 2], "dot")]
-    assert [each["line"]["width"] for each in wider_below(drawn)] == [6, 2, 6, 2, 2]
-    assert [each["marker"]["size"] for each in wider_below(drawn)] == [11, 7, 11, 7, 7], "points are rims, too"
+    assert [each["line"]["width"] for each in wider_below(drawn)] == [7, 2, 7, 3, 2]
+    assert [each["marker"]["size"] for each in wider_below(drawn)] == [12, 7, 12, 8, 7], "points are rims, too"
     assert drawn[0]["line"]["width"] == 2 and drawn[0]["marker"]["size"] == 7
     assert wider_below(3 * drawn) == 3 * drawn, "among many, wide lines would cover others"
     page = build(read([RESULTS / "mnist-comparison"])).main

@@ -12,7 +12,8 @@ from dphero.experiments.comparison.table import Row
 from dphero.experiments.pictures import GREY, colours_of, move_apart
 
 _MOST_POINTS = 500  # of a line: more cannot be told apart on a screen
-_RIM, _SAME = 4, 0.04  # pixels that a line shows beside one above it; values that cannot be told apart
+_RIM, _SAME = 5, 0.04  # pixels that a line shows beside one above it; values that cannot be told apart
+_FULL = 1  # pixel more for a line upon another, whose colour would mix with that below
 _MOST_WIDER = 12  # lines; among more, wide ones would cover the others
 TOGETHER = "Curves that are the same, or nearly so, lie upon each other: the lower ones are drawn wider."
 _Point = TypeVar("_Point")
@@ -115,12 +116,13 @@ def layout(x: str, y: str) -> dict[str, Any]:
 
 
 def wider_below(traces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Widen lines that lie below others of nearly the same values, so that the colours of all are seen."""
+    """Widen lines that lie upon others of nearly the same values, the lower ones more: the colours of all are seen."""
     if len(traces) > _MOST_WIDER:
         return list(traces)
     found = []
     for number, trace in enumerate(traces):
         rim = _RIM * min(2, sum(_coincide(trace, other) for other in traces[number + 1 :]))
+        rim = rim or _FULL * any(_coincide(trace, other) for other in traces[:number])
         line = {**trace["line"], "width": trace["line"]["width"] + rim}
         marker = {**trace["marker"], "size": trace["marker"]["size"] + rim}
         found.append({**trace, "line": line, "marker": marker} if rim else trace)
