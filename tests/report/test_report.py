@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dphero.accounting import Ledger, trade_off
@@ -231,6 +232,16 @@ def test_a_federated_run_says_how_many_clients_and_who_is_worst():
     run = material.runs[0]
     assert build(material).title.endswith(f", {run.federation['clients']} clients")
     assert "worst client" in build(material).main and run.result["worst_client"] in run.result["clients"]
+
+
+def test_the_command_of_a_federated_run_is_one_that_the_command_line_takes():
+    material = read([Path(__file__).parent / "federated-run"])
+    command = re.search(r"dphero federate (--data .+) --seed SEED --out again\n", build(material).main)[1].split()
+    with get_command(app).commands["federate"].make_context("federate", command) as taken:
+        (run,) = material.runs
+        for name, value in {**run.recipe.as_dict(), **run.federation}.items():
+            if name in taken.params and name != "seed":
+                assert taken.params[name] in (value, str(value)) or not value, name
 
 
 def test_the_results_of_a_reproduction(tmp_path):

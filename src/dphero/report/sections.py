@@ -22,6 +22,12 @@ _MANY = 12  # of more, a list is folded
 _NAMED = 60  # runs of an explanation that are named in the command that repeats it
 _FEW = 6  # statements that are printed whole
 _ONE_RUN = ("started", "command")  # of an environment; a command, which old runs kept, may name a seed
+_FEDERATED = (  # settings that `dphero federate` takes
+    "data", "channels", "model", "method", "epsilon", "noise_multiplier", "delta", "lot", "lr", "momentum", "clip",
+    "accountant", "dataset_size", "secure", "clients", "sampled", "rounds", "local_epochs", "partition", "alpha",
+    "shards", "strategy", "proximal_mu", "controls", "shared", "sharing_budget", "unsound", "weights",
+    "participations", "client_noise_multiplier", "client_clip",
+)  # fmt: skip
 _CONTROLS = {
     "true-epsilon": "place methods at their true ε (not at the ε asked for)",
     "single-runs": "show single runs",
@@ -204,7 +210,10 @@ def reproduce(material: Material) -> Html:
     for run in shown:
         place = shlex.quote(str(run.path))
         if run.federation is not None:
+            seed = "" if run.recipe.seed is None else "; SEED stands in its recipe.toml"
             lines += [
+                f"# train again with the same settings{seed}",
+                _federate(run),
                 "# the federated run goes on, or shows its outcome",
                 f"dphero federate --resume {place}",
                 "",
@@ -243,6 +252,22 @@ def _explain(numbers: Mapping[str, Any], place: Path) -> list[str]:
     names = [str(each.get("name")) for each in runs if isinstance(each, Mapping)] if isinstance(runs, list) else []
     named = " ".join(map(shlex.quote, names[:_NAMED])) + (" …" if len(names) > _NAMED else "")
     return ["# the heat maps again, from where the runs are", f"dphero explain {named} -o {shlex.quote(place.name)}"]
+
+
+def _federate(run: Run) -> str:
+    """Return the command that begins a federated run again."""
+    given = {**run.recipe.as_dict(), **dict(run.federation or {})}
+    words = ["dphero", "federate"]
+    for name in _FEDERATED:
+        each, option = given.get(name), f"--{name.replace('_', '-')}"
+        if each is True:
+            words.append(option)
+        elif each is not None and each is not False:
+            words += [option, str(each).removesuffix(".0")]
+    words += ["--seed", "SEED"] if run.recipe.seed is not None else []
+    for name, each in dict(given.get("options") or {}).items():
+        words += ["--set", f"{name}={each}"]
+    return shlex.join([*words, "--out", "again"])
 
 
 def _audit(run: Run, place: str) -> list[str]:
