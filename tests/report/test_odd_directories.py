@@ -52,6 +52,7 @@ def section(page, name):
         ({"federation.json": '{"clients": "many"}'}, "its clients are 'many'"),
         ({"federation.json": '{"clients": 3}', **changed(clients=[1, 2])}, "no table of what each has spent"),
         ({"recipe.toml": 'data = 3\nmodel = "lenet"\n'}, "data must be"),
+        ({"federation.json": '{"clients": 3, "options": 3, "rounds": [1], "data": "; rm x"}'}, None),
         ({"statement.txt": ""}, None),
         ({"metrics.jsonl": '{"step": 1, "epoch": 1, "accuracy": 0.5, "loss": NaN, "epsilon": null}\n{"st'}, None),
     ],
@@ -279,6 +280,16 @@ def test_an_infinite_price_in_a_reproduction_is_shown():
     page = build(read([RESULTS / "reproduction" / "linear-analysis.json"])).main
     infinite = [row for row in rows if row["true ε"] is None]
     assert infinite and page.count(">∞<") == len(infinite)
+
+
+def test_several_runs_of_one_setting(log):
+    """The mean fits its tile, with the spread below; what is not set is left out."""
+    shown = build(read([log("one"), log("other", changed(accuracy=RESULT["accuracy"] - 0.02))])).main
+    mean, spread = 100 * RESULT["accuracy"] - 1, 2 / 2**0.5
+    assert f">{mean:.2f} %</span>" in shown
+    assert f"± {spread:.2f} over 2 runs" in shown
+    recipe = section(build(read([FEDERATED])), "recipe")
+    assert "clients" in recipe and "participations" not in re.sub("<wbr>", "", recipe)
 
 
 def test_settings_of_a_method_tell_runs_apart(log):

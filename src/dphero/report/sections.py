@@ -138,7 +138,11 @@ def recipe(material: Material) -> Html:
     ]
     names = list(dict.fromkeys(name for _, values in flat for name in values))
     same = {name for name in names if len({repr(values.get(name)) for _, values in flat}) == 1}
-    shared = [[_breakable(name), _shown(name, flat[0][1].get(name))] for name in names if name in same]
+    shared = [
+        [_breakable(name), _shown(name, flat[0][1].get(name))]
+        for name in names
+        if name in same and flat[0][1].get(name) is not None
+    ]
     parts = [
         table(("setting", "value"), shared, caption="The same in all runs" if len(flat) > 1 else "Settings of the run")
     ]
@@ -256,7 +260,7 @@ def _explain(numbers: Mapping[str, Any], place: Path) -> list[str]:
 
 def _federate(run: Run) -> str:
     """Return the command that begins a federated run again."""
-    given = {**run.recipe.as_dict(), **dict(run.federation or {})}
+    given = {**dict(run.federation or {}), **run.recipe.as_dict()}
     words = ["dphero", "federate"]
     for name in _FEDERATED:
         each, option = given.get(name), f"--{name.replace('_', '-')}"

@@ -37,6 +37,8 @@ def summary(material: Material) -> Html:
 def _one(material: Material, row: Row) -> Html:
     runs, spent = material.runs_of(row), _spent(material, row)
     gain = worst_gain(runs)
+    reached, spread = _accuracy(row, runs)
+    over = "" if spread is None else f"± {100 * spread:.2f} over "
     tiles = [
         _tile(
             "privacy loss",
@@ -45,7 +47,7 @@ def _one(material: Material, row: Row) -> Html:
             badge(verdict(row, runs)),
         ),
         _tile("an attacker finds at most", _found(gain, RATES[1]), _of_whom(gain)),
-        _tile("test accuracy", value(accuracy(*_accuracy(row, runs)), _accuracy(row, runs)[0]), _seeds(row)),
+        _tile("test accuracy", value(accuracy(reached), reached), over + _seeds(row)),
         _tile("state", _state(row, runs), _steps(row, runs)),
     ]
     return join(
