@@ -65,6 +65,7 @@ def test_odd_values_are_damage_and_nothing_else_is_lost(log, files, what):
     assert re.search(r">69\.11 (%|±)", page)
     if what is None:
         assert not material.problems and len(material.runs) == 2
+        assert "; rm" not in section(build(read([odd])), "reproduce"), "a command is made of the recipe's settings"
     else:
         assert [run.name for run in material.runs] == ["good"]
         assert what in " ".join(each.what for each in material.problems)
