@@ -5,6 +5,7 @@ import re
 import statistics
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,21 @@ def test_real_comparisons(source, method, runs, tmp_path, look):
     page.locator('[data-legend="accuracy"] button', has_text=re.compile(f"^{method}$")).click()
     until(page, "document.querySelector('[data-figure=gain]').data.some(t => t.visible === false)")
     assert not any(visible(page, "gain", method) + visible(page, "accuracy", method))
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_numbers_of_a_far_axis_do_not_touch(width, tmp_path, look):
+    """Beside a true ε of 668,718 an ε of 1 keeps its place, and numbers below can be read."""
+    write(build(read([RESULTS / "mnist-comparison"])), tmp_path / "page.html")
+    page = look(tmp_path / "page.html", width)
+    page.get_by_label("place methods at their true ε").check()
+    until(page, "document.querySelector('[data-figure=frontier] .xtitle').textContent.startsWith('true')")
+    texts = "all => all.map(e => e.getBoundingClientRect()).map(({left, right}) => [left, right])"
+    places = sorted(page.locator("[data-figure=frontier] .xtick text").evaluate_all(texts))
+    assert len(places) >= 2
+    assert all(right + 4 <= left for (_, right), (left, _) in pairwise(places)), places
+    reach = {each["name"]: each["x"] for each in traces(page, "frontier")}
+    assert reach["sgd (not private)"][1] > max(reach["dp-hero-published (UNSOUND AS PUBLISHED)"]) > 600_000
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])

@@ -59,6 +59,12 @@
     if (trueEpsilon) {
       delete layout.xaxis.tickvals;
       layout.xaxis.title.text = "true privacy loss ε (without bound: not drawn)";
+      const known = data.flatMap((trace) => trace.meta?.true ?? []).filter((each) => each > 0);
+      const [low, high] = [Math.min(...known), Math.max(...known)];
+      const decades = Math.log10(high / low);
+      const room = narrow.matches ? 4 : 9; // numbers that stand beside each other without touching
+      if (decades > 2) Object.assign(layout.xaxis, { dtick: Math.ceil(decades / room), tickformat: "~s" });
+      for (const trace of data) if (trace.meta?.everywhere && known.length) trace.x = [0.9 * low, 1.1 * high];
     }
     for (const trace of data) {
       for (const part of [trace.line, trace.marker, trace.marker?.line]) if (part?.color) part.color = themed(part.color);

@@ -163,6 +163,7 @@ def _ceiling(label: str, row: Row, look: Style, ends: Sequence[float]) -> dict[s
         "y": [row.accuracy, row.accuracy],
         "mode": "lines",
         "line": {"color": look.colour, "dash": "dash", "width": 2},
+        "meta": {"everywhere": True},
         "hovertemplate": f"{safe(label)}<br>accuracy %{{y:.2%}}<extra></extra>",
     }
 
