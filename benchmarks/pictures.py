@@ -2,8 +2,7 @@
 
     .venv/bin/python benchmarks/pictures.py
 
-Pictures of an audit are drawn
-anew by both, from an audit of a minute each; all others are those that are committed.
+Pictures of an audit are drawn anew by both, from an audit of a minute each; all others are those that are committed.
 Writes ``results/pictures/NAME.png`` and ``results/pictures.md``.
 """
 

@@ -239,7 +239,7 @@ def _show(result: dict[str, Any]) -> None:
         + ("" if median is None else f"; median of all clients {median:.4g}"),
         "method": f"{result['method']}" + ("" if sigma is None else f", noise multiplier {sigma:.4g} there"),
         "federation": f"{result['strategy']}, {result['partition']}",
-        "rounds": f"{result['rounds']:,} in {result['seconds']:.0f} s",
+        "rounds": f"{result['rounds']:,} in {result['seconds']:,.1f} s",
         "declined": ", ".join(f"client {name}" for name in result["declined"]) or "nobody",
         "kept in": result["run"],
     }

@@ -184,7 +184,7 @@ def _show(recipe: Recipe, result: dict[str, Any], statement: str) -> None:
         "method": f"{result['method']}" + ("" if sigma is None else f", noise multiplier {sigma:.4g}"),
         "model": f"{recipe.model} on {recipe.data}",
         "settings": _settings(recipe),
-        "steps": f"{result['steps']:,} in {result['seconds']:.0f} s",
+        "steps": f"{result['steps']:,} in {result['seconds']:,.1f} s",
         "kept in": result["run"],
     }
     screen = training.show_outcome(result["accuracy"], rows, statement)
