@@ -26,6 +26,8 @@ from dphero.noise import NoiseSource
 from dphero.numerics.precision import at_least_single
 
 _COUNT = "the count of the clip rule"  # a name that no parameter has
+_FIRST = 32
+"""So many releases on a GPU have noise that is bound to their sums: while a learning rate is zero, weights may be."""
 _RULES = {rule.name: rule for rule in (Ellipsoid, Ball, Published)}
 
 
@@ -168,12 +170,12 @@ class Mechanism:
         """Return what the noise of a lot is bound to: its shape, and the lot's sums, count and norms.
 
         Else two runs with one seed, whose first lots are the same, would have one noise of two shapes, and the sum
-        could be solved for. On a GPU the sums are left out, as the norms are known earlier; but for the first release:
+        could be solved for. On a GPU the sums are left out, as the norms are known earlier; but for the first releases:
         where a layer begins with zeros, norms do not depend on the labels.
         """
         shape = b"".join(shape.digest for shape in self.noise_geometry.values())
         marks = [torch.frombuffer(bytearray(shape), dtype=torch.uint8), *lot.marks]
-        if self.releases and not any(parameter.is_cpu for parameter in self._parameters.values()):
+        if self.releases >= _FIRST and not any(parameter.is_cpu for parameter in self._parameters.values()):
             return marks
         return [*marks, *(total.cpu() for total in (*lot.sums.values(), *(() if lot.count is None else (lot.count,))))]
 
