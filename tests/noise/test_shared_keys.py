@@ -187,6 +187,18 @@ def test_the_first_noise_on_a_gpu_follows_the_labels_also_where_norms_do_not(mon
     assert len(later) == 2, "later on the marks stand for the sum"
 
 
+def test_sums_on_a_gpu_are_told_apart_by_their_rows_along_a_line() -> None:
+    """Their lengths may be the same: rows or columns exchanged, signs turned, one row turned."""
+    total = torch.randn(3, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    turned = total.clone()
+    turned[1] *= -1
+    others = [total[[1, 2, 0]], total[:, [3, 0, 1, 2]], total.transpose(2, 3), -total, turned]
+    seen = [release.along_a_line(each) for each in (total, *others)]
+    assert all(each.shape == (3,) for each in seen)
+    assert not any(torch.allclose(seen[0], each, rtol=1e-3, atol=1e-3) for each in seen[1:])
+    assert torch.equal(release.along_a_line(total[:, 0, 0, 0]), total[:, 0, 0, 0])
+
+
 def test_one_key_is_warned_of_once_however_many_runs_share_it(caplog: pytest.LogCaptureFixture) -> None:
     losses = [F.cross_entropy, against, doubled, against]
     with caplog.at_level(logging.WARNING, logger="dphero"):

@@ -9,6 +9,7 @@ what a release then costs, is up to the mode (:mod:`dphero.mechanism.modes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -171,13 +172,14 @@ class Mechanism:
 
         Else two runs with one seed, whose first lots are the same, would have one noise of two shapes, and the sum
         could be solved for. On a GPU the sums are left out, as the norms are known earlier; but for the first releases:
-        where a layer begins with zeros, norms do not depend on the labels.
+        where a layer begins with zeros, norms do not depend on the labels. There the sums' rows are seen along a line.
         """
         shape = b"".join(shape.digest for shape in self.noise_geometry.values())
         marks = [torch.frombuffer(bytearray(shape), dtype=torch.uint8), *lot.marks]
         if self.releases >= _FIRST and not any(parameter.is_cpu for parameter in self._parameters.values()):
             return marks
-        return [*marks, *(total.cpu() for total in (*lot.sums.values(), *(() if lot.count is None else (lot.count,))))]
+        sums = [total if total.is_cpu else along_a_line(total).cpu() for total in lot.sums.values()]
+        return [*marks, *sums, *(() if lot.count is None else (lot.count.cpu(),))]
 
     def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""
@@ -246,3 +248,16 @@ class Mechanism:
     def load_noise(self, state: Mapping[str, Any]) -> None:
         """Go on with the noise of a checkpoint: when nothing else can fail any more, since noise does not go back."""
         self.noise.load_state_dict(state["noise"])
+
+
+def along_a_line(total: Tensor) -> Tensor:
+    """Return the rows of a sum along one direction, the same for all sums: what tells it from others, and is short."""
+    if total.dim() < 2:
+        return total
+    rows = total.flatten(1)
+    return rows @ _direction(rows.shape[1]).to(rows)
+
+
+@lru_cache(64)
+def _direction(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size), device="cpu")
