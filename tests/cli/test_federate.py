@@ -97,3 +97,21 @@ def test_nobody_waits_for_clients_when_ray_has_failed():
     roster.abandoned = True
     with pytest.raises(ConnectionError):
         roster.wait(None, 3, patience=600)
+
+
+def test_what_clients_kept_stays_when_the_federation_fails(tmp_path, monkeypatch):
+    """Their ledgers and why they failed; the folder of one that no client began is removed."""
+    from dphero.federated import simulation
+
+    def fails(directory, *_, begun, **__):
+        if begun:
+            (directory.path / "clients" / "0").mkdir(parents=True)
+            (directory.path / "clients" / "0" / "ledger.json").write_text("{}")
+        raise ValueError("all clients failed")
+
+    for begun in (False, True):
+        out = tmp_path / f"run-{begun}"
+        monkeypatch.setattr(simulation, "simulate", lambda *each, begun=begun, **more: fails(*each, begun=begun))
+        found = CliRunner().invoke(app, ["federate", *SETTINGS, "--out", str(out)])
+        assert found.exit_code and "all clients failed" in found.output
+        assert out.exists() == begun

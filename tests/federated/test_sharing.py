@@ -107,8 +107,7 @@ def test_without_a_record_one_slot_changes_wherever_the_record_stood(digits, mon
     places = sharing._deal(len(rows), len(rows), 1)
     for missing in (None, 0, int(places.argmin()), len(rows) - 1):
         kept = torch.arange(len(rows)) != (-1 if missing is None else missing)
-        monkeypatch.setattr(sharing, "_deal", lambda count, records, seed, kept=kept: places[kept])
-        sharing._distilled(model, rows[kept], len(rows), 1.0, Ledger(), 1, digits)
+        sharing._distilled(model, rows[kept], places[kept], len(rows), 1.0, Ledger(), 1, digits)
     whole, *others = slots[::2]
     assert whole.count_nonzero() > 0
     apart = [(whole - other).norm(dim=1) for other in others]
@@ -123,6 +122,14 @@ def test_places_are_dealt_evenly_and_too_few_are_refused():
     assert not torch.equal(sharing._deal(99, 99, None), sharing._deal(99, 99, None))
     with pytest.raises(ValueError, match="--dataset-size that is not too small"):
         sharing._deal(12, 10, 1)
+
+
+def test_a_size_declared_too_small_is_refused_before_anything_is_spent(digits, tmp_path):
+    with pytest.raises(ValueError, match=r"gave anything.*clients/0/errors\.log says why") as refused:
+        run(tmp_path / "run", digits, Federation(**SHARED, shared="distilled"), epsilon=8.0, dataset_size=10)
+    assert "clients/1/errors.log" in str(refused.value)
+    assert "not too small" in (tmp_path / "run" / "clients" / "0" / "errors.log").read_text()
+    assert not list(tmp_path.glob("run/clients/*/ledger.json"))
 
 
 def test_labels_are_noised_too(digits):

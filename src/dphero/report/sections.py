@@ -267,7 +267,7 @@ def _federate(run: Run) -> str:
         if each is True:
             words.append(option)
         elif each is not None and each is not False:
-            words += [option, str(each).removesuffix(".0")]
+            words += [option, str(each).removesuffix(".0") if isinstance(each, float) else str(each)]
     words += ["--seed", "SEED"] if run.recipe.seed is not None else []
     for name, each in dict(given.get("options") or {}).items():
         words += ["--set", f"{name}={each}"]

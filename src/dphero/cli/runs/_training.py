@@ -55,6 +55,8 @@ def leaving_nothing_halfway(
 ) -> Iterator[None]:
     """Say how to go on with a run that was stopped; remove the folder of one that could not begin.
 
+    What clients of a federation kept, their ledgers above all, stays.
+
     Args:
         directory: Of the run.
         command: That goes on with it.
@@ -68,7 +70,7 @@ def leaving_nothing_halfway(
     try:
         yield
     except (ValueError, OSError, ImportError):
-        if new and not directory.checkpoint.exists():
+        if new and not directory.checkpoint.exists() and not (directory.path / "clients").exists():
             shutil.rmtree(directory.path, ignore_errors=True)
             if directory.path.parent == _RUNS and not any(_RUNS.iterdir()):
                 _RUNS.rmdir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class Server:
             return
         if self.federation.shared != "none":
             path, shape = self.directory.path / "shared.pt", tuple(self.task.images.shape[1:])
-            shared = gather(grid, self.roster, self.federation, path, shape, len(self.data.classes))
+            classes = len(self.data.classes)
+            shared = gather(grid, self.roster, self.federation, path, shape, classes, self._where)
             distribute(grid, self.roster, self.federation, shared)
         try:
             self.strategy.start(
@@ -174,16 +175,19 @@ class Server:
             and not self.roster.ledgers
             and len(self.happened.failed) == len(self.happened.sampled) > 0
         ):
-            raise ValueError(f"all clients that were asked in round {self.done} failed{self._where()}")
+            where = self._where([*self.happened.failed])
+            raise ValueError(f"all clients that were asked in round {self.done} failed{where}")
         if self.asked_to_stop():
             raise Interrupted(f"stopped after round {self.done} and saved")
         if len(self.roster.exhausted) >= self.federation.clients:
             raise _AllExhausted
         return MetricRecord({"accuracy": accuracy})
 
-    def _where(self) -> str:
-        assert self.homes is not None
-        logs = [self.homes / name / "errors.log" for name in self.happened.failed]
+    def _where(self, failed: Sequence[str]) -> str:
+        """Say where clients wrote down why they failed."""
+        if self.homes is None:
+            return "; the clients' own errors.log say why"
+        logs = [self.homes / name / "errors.log" for name in failed[:3]]
         return "".join(f"; {path} says why" for path in logs if path.exists())
 
     def _epsilons(self) -> list[float]:

@@ -64,9 +64,10 @@ def share(
     rows = rows_of(data.train, len(data.classes))
     settings: dict[str, Any] = {"records": records, "lot": lot, "noise_multiplier": training, "seed": seed}
     if distilled:
+        places = _deal(len(rows), records, seed)  # refused before anything is spent
         distiller = _untrained(Distiller, data)
         released = train(distiller, rows, **settings)
-        return _distilled(distiller, rows, records, giving, released, seed, data), released
+        return _distilled(distiller, rows, places, records, giving, released, seed, data), released
     generator, labels = _untrained(Generator, data), torch.arange(_SLOTS) % len(data.classes)
     released = train(generator, rows, **settings)
     source = torch.Generator()
@@ -82,15 +83,22 @@ def _untrained(kind: type[Network], data: Data) -> Network:
 
 
 def _distilled(
-    model: Distiller, rows: torch.Tensor, records: int, sigma: float, released: Ledger, seed: int | None, data: Data
+    model: Distiller,
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    records: int,
+    sigma: float,
+    released: Ledger,
+    seed: int | None,
+    data: Data,
 ) -> Split:
-    """Return two noisy copies of clipped x_p and labels; what they release goes to the ledger."""
-    places = _deal(len(rows), records, seed)
-    rows, places = rows[places < min(_SLOTS, records)], places[places < min(_SLOTS, records)]
+    """Return two noisy copies of clipped x_p and labels, at their places; what they release goes to the ledger."""
+    count = min(_SLOTS, records)
+    rows, places = rows[places < count], places[places < count]
     sensitive = model.sensitive(rows)
     reach = _REACH * (1 - 1e-6)  # lengths are rounded
     sensitive *= (reach / sensitive.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
-    slots = torch.zeros(min(_SLOTS, records), rows.shape[1], dtype=torch.float64)
+    slots = torch.zeros(count, rows.shape[1], dtype=torch.float64)
     slots[places] = torch.cat([sensitive / _REACH, rows[:, model.size :]], 1).double()
     copies = []
     source = SecureNoise() if seed is None else FastNoise(seed ^ 0xFEDFED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -21,9 +22,17 @@ _FARTHEST = 1e3  # a pixel beyond it is no pixel, however noisy
 
 
 def gather(
-    grid: Grid, roster: Roster, federation: Federation, path: Path, shape: tuple[int, ...], classes: int
+    grid: Grid,
+    roster: Roster,
+    federation: Federation,
+    path: Path,
+    shape: tuple[int, ...],
+    classes: int,
+    where: Callable[[Sequence[str]], str],
 ) -> Split:
     """Return the shared data set: from the file, or what the clients give, which is then kept there.
+
+    ``where`` says where clients by these names wrote down why they failed.
 
     Raises:
         ValueError: If no client gives anything.
@@ -33,7 +42,7 @@ def gather(
         return Split(found["images"], found["labels"])
     online = roster.wait(grid, federation.clients, federation.patience)
     asked = [Message(content=RecordDict(), message_type="train.share", dst_node_id=node) for node in online.values()]
-    given = []
+    given, failed = [], list[str]()
     for reply in sorted(
         grid.send_and_receive(asked, timeout=federation.answer_seconds),
         key=lambda each: roster.name(each.metadata.src_node_id),
@@ -41,6 +50,9 @@ def gather(
         name = roster.name(reply.metadata.src_node_id)
         try:
             about = reply.content["client"]
+            if "failed" in about:
+                failed.append(name)
+                continue
             roster.ledgers[name], roster.epsilons[name] = str(about["ledger"]), float(about["epsilon"])
             arrays = reply.content["arrays"]
             images, labels = (torch.from_numpy(arrays[each].numpy().copy()) for each in ("images", "labels"))
@@ -52,7 +64,9 @@ def gather(
             continue
         given.append(split)
     if not given:
-        raise ValueError("no client gave anything to the shared data set: their own errors.log say why")
+        raise ValueError(f"no client gave anything to the shared data set{where(failed)}")
+    if failed:
+        logger.warning("nothing to share came from clients that failed: %s%s", ", ".join(failed), where(failed))
     joined = Split(torch.cat([each.images for each in given]), torch.cat([each.labels for each in given]))
     packed = BytesIO()
     torch.save({"images": joined.images, "labels": joined.labels}, packed)
