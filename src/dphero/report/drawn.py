@@ -171,8 +171,8 @@ def reproduced(found: Sequence[Reproduced], pictures: Pictures) -> Html | None:
     """Return each item's picture, its table and its notes."""
     words = (
         "The sound mechanism and the published recipe, which is unsound and stands beside its true ε. Items that are "
-        "called quick train for a fraction of what the paper does: they show how training begins. What lies within a band "
-        "of another is not told apart."
+        "called quick train for a fraction of what the paper does: they show how training begins. What lies within a "
+        "band of another is not told apart."
     )
     parts: list[Html | None] = [tag("p", words)]
     for each in found:
