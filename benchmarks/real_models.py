@@ -39,8 +39,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 Step = Callable[[], None]
-_WARMUP = 12
-"""Steps before anything is timed: those that examine and record are among them."""
+_WARMUP = 40
+"""Steps before anything is timed: those that examine and record are among them, and those that wait for their sums."""
+_REPEATED = 12
+"""Steps after which exactness is looked at: the last of them replays, where passes are recorded."""
 _CLIP = 0.01
 """A bound that every example exceeds where exactness is tried."""
 
@@ -167,15 +169,17 @@ def build(
     system: str, spec: RealModel, data: TensorDataset, rows: int, precision: str, options: argparse.Namespace
 ) -> tuple[Step, dict[str, Any]]:
     """Return a system's step after some of them, with the seconds of the first and the peak memory in MiB."""
-    before, start = reserved(options.device), time.perf_counter()
-    step = SYSTEMS[system](fresh(spec, options), spec, data, rows, options.device, precision)
+    before, model = reserved(options.device), fresh(spec, options)
+    wait(options.device)
+    start = time.perf_counter()
+    step = SYSTEMS[system](model, spec, data, rows, options.device, precision)
     step()
     wait(options.device)
     first = time.perf_counter() - start
     for _ in range(options.warmup):
         step()
     wait(options.device)
-    found: dict[str, Any] = {"first_step_seconds": round(first, 2)}
+    found: dict[str, Any] = {"first_step_seconds": round(first, 3)}
     if options.device == "cuda":
         found["peak_mib"] = round(torch.cuda.max_memory_reserved() / 2**20 - before)
     return step, found
@@ -266,7 +270,7 @@ def exactness(name: str, precision: str, options: argparse.Namespace) -> dict[st
         sampling="shuffle",
     )
     stream = endless(loader)
-    for _ in range(options.warmup):  # the last of them replays, where passes are recorded
+    for _ in range(_REPEATED):
         inputs, labels = next(stream)
         optimizer.zero_grad()
         with autocast(options.device, precision):

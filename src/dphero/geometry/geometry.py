@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from dphero.geometry.dense import Dense, Singular
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.low_rank import LowRank
+from dphero.numerics.transfer import Fetched
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,21 +83,6 @@ class Geometry:
     def largest(self) -> float:
         """The largest singular value of A."""
         return math.prod((f.largest for f in (self.left, self.right, self.flat) if f is not None), start=1.0)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Tells this geometry from others: a hash of all that it is made of."""
-        code = hashlib.blake2b(digest_size=16)
-        for name, value in self.state().items():
-            parts = value.items() if isinstance(value, dict) else [(name, value)]
-            for part, held in parts:
-                code.update(f"{name} {part} ".encode())
-                if isinstance(held, Tensor):
-                    code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-                    code.update(held.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-                else:
-                    code.update(f"{held!r} ".encode())
-        return code.digest()
 
     def whiten(self, g: Tensor) -> Tensor:
         """Returns A^-1 g (g itself where A is the identity)."""
@@ -180,6 +166,31 @@ class Geometry:
 def identity(shape: tuple[int, ...]) -> Geometry:
     """Returns the geometry of isotropic noise, A = I, for a parameter of this shape."""
     return Geometry(shape)
+
+
+def digests(geometries: Sequence[Geometry]) -> list[bytes]:
+    """Returns what tells each geometry from others: hashes of all that they are made of."""
+    parts = [list(_parts(geometry)) for geometry in geometries]
+    tensors = [held for each in parts for _, held in each if isinstance(held, Tensor)]
+    arrived = iter(Fetched(tensors).arrived())
+    found = []
+    for each in parts:
+        code = hashlib.blake2b(digest_size=16)
+        for name, held in each:
+            code.update(name.encode())
+            if isinstance(held, Tensor):
+                code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
+                code.update(next(arrived).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            else:
+                code.update(f"{held!r} ".encode())
+        found.append(code.digest())
+    return found
+
+
+def _parts(geometry: Geometry) -> Iterator[tuple[str, Any]]:
+    for name, value in geometry.state().items():
+        for part, held in value.items() if isinstance(value, dict) else [(name, value)]:
+            yield f"{name} {part} ", held.detach() if isinstance(held, Tensor) else held
 
 
 def factor_from_state(state: dict[str, Any]) -> Factor:

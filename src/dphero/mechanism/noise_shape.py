@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.geometry import Geometry, digests, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.mechanism.modes import ModeRule, UnevenError
 from dphero.numerics.precision import at_least_single, full_precision
@@ -53,10 +53,18 @@ class NoiseShape:
         self._expected_lot = expected_lot
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
         self.noise = self.norms = self._identity
+        self._digest: bytes | None = None
         self._renewed_at = 0
         self._begun = False  # see `_begin_ahead`
         self._next: dict[str, Geometry] | None = None
         self.refresh(0, noise_scale)
+
+    @property
+    def digest(self) -> bytes:
+        """What tells the shape of the noise from others."""
+        if self._digest is None:
+            self._digest = b"".join(digests(list(self.noise.values())))
+        return self._digest
 
     def refresh(self, step: int, noise_scale: float) -> None:
         """Ask guidance for the geometry of the coming releases.
@@ -95,7 +103,7 @@ class NoiseShape:
         return other
 
     def _take(self, geometry: dict[str, Geometry]) -> None:
-        self.noise = geometry
+        self.noise, self._digest = geometry, None
         self.norms = geometry if self._rule.clips_in_geometry else self._identity
 
     def _ask(self, step: int, noise_scale: float) -> dict[str, Geometry]:

@@ -25,6 +25,7 @@ from dphero.mechanism.noise_shape import NoiseShape
 from dphero.mechanism.published import Published
 from dphero.noise import NoiseSource
 from dphero.numerics.precision import at_least_single
+from dphero.numerics.transfer import Fetched
 
 _COUNT = "the count of the clip rule"  # a name that no parameter has
 _FIRST = 32
@@ -174,12 +175,11 @@ class Mechanism:
         could be solved for. On a GPU the sums are left out, as the norms are known earlier; but for the first releases:
         where a layer begins with zeros, norms do not depend on the labels. There the sums' rows are seen along a line.
         """
-        shape = b"".join(shape.digest for shape in self.noise_geometry.values())
-        marks = [torch.frombuffer(bytearray(shape), dtype=torch.uint8), *lot.marks]
+        marks = [torch.frombuffer(bytearray(self.shape.digest), dtype=torch.uint8), *lot.marks]
         if self.releases >= _FIRST and not any(parameter.is_cpu for parameter in self._parameters.values()):
             return marks
-        sums = [total if total.is_cpu else along_a_line(total).cpu() for total in lot.sums.values()]
-        return [*marks, *sums, *(() if lot.count is None else (lot.count.cpu(),))]
+        sums = [total if total.is_cpu else along_a_line(total) for total in lot.sums.values()]
+        return [*marks, *Fetched([*sums, *(() if lot.count is None else (lot.count,))]).arrived()]
 
     def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""
@@ -255,9 +255,9 @@ def along_a_line(total: Tensor) -> Tensor:
     if total.dim() < 2:
         return total
     rows = total.flatten(1)
-    return rows @ _direction(rows.shape[1]).to(rows)
+    return rows @ _direction(rows.shape[1], rows.dtype, rows.device)
 
 
-@lru_cache(64)
-def _direction(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(size), device="cpu")
+@lru_cache(256)
+def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size), device="cpu").to(device, dtype)
