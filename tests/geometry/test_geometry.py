@@ -19,6 +19,7 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry, factor_from_state, identity
 from dphero.geometry.low_rank import LowRank
+from dphero.numerics.precision import matmul_tf32
 
 DTYPES = [torch.float32, torch.float64]
 KINDS = ["Scalar", "Diagonal", "Dense", "LowRank"]
@@ -346,10 +347,10 @@ def test_factors_compute_in_full_precision_inside_a_shorter_one(monkeypatch: pyt
 
 
 @pytest.mark.gpu
-def test_a_dense_factor_is_its_own_inverse_whatever_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_a_dense_factor_is_its_own_inverse_whatever_the_user_allows() -> None:
     torch.manual_seed(0)
     basis = torch.linalg.qr(torch.randn(200, 200, dtype=torch.float64))[0].float().cuda()
-    factor = Dense(basis, torch.linspace(0.1, 3.0, 200))
-    gap = factor.matrix.double() @ factor.inverse.double() - torch.eye(200, device="cuda", dtype=torch.float64)
+    with matmul_tf32(basis, allow=True):
+        factor = Dense(basis, torch.linspace(0.1, 3.0, 200))
+        gap = factor.matrix.double() @ factor.inverse.double() - torch.eye(200, device="cuda", dtype=torch.float64)
     assert float(gap.abs().max()) < 1e-4

@@ -24,6 +24,7 @@ from dphero.geometry.dense import Dense, Singular
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.low_rank import LowRank
+from dphero.numerics.marks import mark
 from dphero.numerics.transfer import Fetched
 
 
@@ -169,9 +170,9 @@ def identity(shape: tuple[int, ...]) -> Geometry:
 
 
 def digests(geometries: Sequence[Geometry]) -> list[bytes]:
-    """Returns what tells each geometry from others: hashes of all that they are made of."""
+    """Returns what tells each geometry from others: hashes of all that they are made of, or on a GPU of its marks."""
     parts = [list(_parts(geometry)) for geometry in geometries]
-    tensors = [held for each in parts for _, held in each if isinstance(held, Tensor)]
+    tensors = [mark(held) for each in parts for _, held in each if isinstance(held, Tensor)]
     arrived = iter(Fetched(tensors).arrived())
     found = []
     for each in parts:

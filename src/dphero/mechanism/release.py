@@ -9,7 +9,6 @@ what a release then costs, is up to the mode (:mod:`dphero.mechanism.modes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from dphero.mechanism.modes import Ball, Ellipsoid, Mode
 from dphero.mechanism.noise_shape import NoiseShape
 from dphero.mechanism.published import Published
 from dphero.noise import NoiseSource
+from dphero.numerics.marks import mark
 from dphero.numerics.precision import at_least_single
 from dphero.numerics.transfer import Fetched
 
@@ -178,7 +178,7 @@ class Mechanism:
         marks = [torch.frombuffer(bytearray(self.shape.digest), dtype=torch.uint8), *lot.marks]
         if self.releases >= _FIRST and not any(parameter.is_cpu for parameter in self._parameters.values()):
             return marks
-        sums = [total if total.is_cpu else along_a_line(total) for total in lot.sums.values()]
+        sums = [mark(total) for total in lot.sums.values()]
         return [*marks, *Fetched([*sums, *(() if lot.count is None else (lot.count,))]).arrived()]
 
     def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -248,16 +248,3 @@ class Mechanism:
     def load_noise(self, state: Mapping[str, Any]) -> None:
         """Go on with the noise of a checkpoint: when nothing else can fail any more, since noise does not go back."""
         self.noise.load_state_dict(state["noise"])
-
-
-def along_a_line(total: Tensor) -> Tensor:
-    """Return the rows of a sum along one direction, the same for all sums: what tells it from others, and is short."""
-    if total.dim() < 2:
-        return total
-    rows = total.flatten(1)
-    return rows @ _direction(rows.shape[1], rows.dtype, rows.device)
-
-
-@lru_cache(256)
-def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(size), device="cpu").to(device, dtype)
