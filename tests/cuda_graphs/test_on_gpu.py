@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
-from dphero.cuda_graphs import gain, replay
+from dphero.cuda_graphs import pool, replay
 from dphero.cuda_graphs.borrowed import borrowed
 from dphero.cuda_graphs.pool import Pool
 
@@ -139,7 +139,7 @@ def test_what_is_borrowed_is_read_where_it_lies() -> None:
 
 def test_recordings_of_several_sizes_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(2.0, 2.0), (1.0, 0.1)] * 2)
-    monkeypatch.setattr(gain, "seconds", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(pool, "seconds", lambda work, device: (work(), next(times))[1])
     taken, data = [], images(512, 64)
     for sampling in ("shuffle", "poisson"):
         torch.cuda.empty_cache()

@@ -16,13 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.checks.first_batch import probe
-from dphero.cuda_graphs import gain, pool
+from dphero.cuda_graphs import pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.replay import Graphs
@@ -34,47 +32,7 @@ from dphero.guidance import PCA, History, Isotropic
 from dphero.hooks.taps import Taps
 from dphero.models import NAMES, FeatureModel, build
 from dphero.numerics import buffers as room
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-class Recorder(TorchDispatchMode):
-    """Notes every operation with its tensors; to replay is to do them again into the same tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done: list[tuple[Any, Any, Any, list[Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        out = func(*args, **(kwargs or {}))
-        self.done.append((func, args, kwargs or {}, tree_flatten(out)[0]))
-        return out
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        for func, args, kwargs, outs in self.done:
-            storages = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
-            for old, new in zip(outs, tree_flatten(func(*args, **kwargs))[0], strict=True):
-                if _is_tensor(old) and old.untyped_storage().data_ptr() not in storages:
-                    old.copy_(new.reshape(old.shape))  # squeeze_ changed its shape since
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-class StandIn:
-    """Records on a CPU."""
-
-    def __init__(self, device: torch.device, room: int = 0) -> None:
-        pass
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        with Recorder() as recorder:
-            result = work()
-        return recorder.replay, result
+from tests.cuda_graphs.stand_in import DEVICE, StandIn
 
 
 @pytest.fixture
@@ -559,7 +517,7 @@ def test_needs_a_gpu() -> None:
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let it seem that recordings save half of the time."""
     times = iter([(2.0, 2.0), (1.0, 0.1)])
-    monkeypatch.setattr(gain, "seconds", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(pool, "seconds", lambda work, device: (work(), next(times))[1])
 
 
 AUTO = {"cuda_graphs": "auto", "sampling": "shuffle", "dataset_size": None}
@@ -699,8 +657,8 @@ def test_unasked_nothing_is_recorded_that_does_not_pay(
 ) -> None:
     caplog.set_level("INFO", "dphero.cuda_graphs")
     measured, left = iter(times), iter(free)
-    monkeypatch.setattr(gain, "seconds", lambda work, device: (work(), next(measured))[1])
-    monkeypatch.setattr(gain, "free_memory", lambda device: next(left))
+    monkeypatch.setattr(pool, "seconds", lambda work, device: (work(), next(measured))[1])
+    monkeypatch.setattr(pool, "free_memory", lambda device: next(left))
     train(convolutional().to(DEVICE), images(), **AUTO)
     assert re.search(reason, caplog.text) and len(caplog.records) == 1
 

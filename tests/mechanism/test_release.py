@@ -735,7 +735,7 @@ def lattice_guesses(rounded_before: bool, monkeypatch: pytest.MonkeyPatch) -> in
     output is small and its own grid fine: it then shows the sum, up to the coarse grid.
     """
     if rounded_before:
-        monkeypatch.setattr("dphero.mechanism.release.at_least_single", lambda dtype: dtype)
+        monkeypatch.setattr("dphero.numerics.one_piece.at_least_single", lambda dtype: dtype)
     right = 0
     for trial in range(20):
         module = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)).bfloat16()

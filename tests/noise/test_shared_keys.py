@@ -19,7 +19,7 @@ from dphero.mechanism import release
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.release import Mechanism
 from dphero.noise import FastNoise
-from dphero.numerics import marks
+from dphero.numerics import transfer
 from tests.trainer import Training, data, network, same, training
 
 SIGMA = 10.0
@@ -194,10 +194,10 @@ def test_sums_on_a_gpu_are_told_apart_by_their_rows_along_a_line() -> None:
     turned = total.clone()
     turned[1] *= -1
     others = [total[[1, 2, 0]], total[:, [3, 0, 1, 2]], total.transpose(2, 3), -total, turned]
-    seen = [marks.along_a_line(each) for each in (total, *others)]
+    seen = [transfer.along_a_line(each) for each in (total, *others)]
     assert all(each.shape == (3,) for each in seen)
     assert not any(torch.allclose(seen[0], each, rtol=1e-3, atol=1e-3) for each in seen[1:])
-    assert torch.equal(marks.mark(total[:, 0, 0, 0]), total[:, 0, 0, 0])
+    assert torch.equal(transfer.mark(total[:, 0, 0, 0]), total[:, 0, 0, 0])
 
 
 def test_one_key_is_warned_of_once_however_many_runs_share_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor, times
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
+from dphero.numerics.transfer import to_device
 
 _KINDS = (Dense, Diagonal, LowRank, Scalar)
 _NOT_COMPUTED_WITH = ("largest",)
@@ -31,14 +32,19 @@ class LiveGeometry:
     def __init__(self, geometry: Mapping[str, Geometry], device: torch.device) -> None:
         self._followed = geometry
         self._copies: dict[int, Factor] = {}
+        self._places: list[tuple[Factor, str]] = []  # of the numbers
         self.live: dict[str, Geometry] = {}
         for name, shape in geometry.items():
             sides = {side: getattr(shape, side) for side in _SIDES}
             self.live[name] = Geometry(
-                shape.shape, **{side: factor and self._copy(factor, device) for side, factor in sides.items()}
+                shape.shape, **{side: factor and self._copy(factor) for side, factor in sides.items()}
             )
+        values = [vars(factor)[name] for factor, name in self._places]
+        self._numbers = torch.tensor(values, dtype=torch.float64, device=device)  # in one piece, so that one copy does
+        for (factor, name), number in zip(self._places, self._numbers, strict=True):
+            vars(factor)[name] = number
 
-    def _copy(self, factor: Factor, device: torch.device) -> Factor:
+    def _copy(self, factor: Factor) -> Factor:
         if type(factor) not in _KINDS:
             raise ValueError(f"its geometry has a factor of type {type(factor).__name__}")
         if id(factor) not in self._copies:  # a weight and its bias share one, and still do
@@ -47,7 +53,7 @@ class LiveGeometry:
                 if isinstance(value, Tensor):
                     vars(made)[name] = value.clone()
                 elif _is_number(name, value):
-                    vars(made)[name] = torch.tensor(value, dtype=torch.float64, device=device)
+                    self._places.append((made, name))
             if isinstance(made, LowRank):
                 made.__class__ = _LiveLowRank
             self._copies[id(factor)] = made
@@ -68,17 +74,22 @@ class LiveGeometry:
                 if theirs is not None and not _pair(theirs, mine, pairs):
                     return False
         tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
-        for mine, value in pairs:
-            if not isinstance(value, Tensor):
-                mine.fill_(value)
         if tensors:
             torch._foreach_copy_([mine for mine, _ in tensors], [value for _, value in tensors])
+        if self._places:
+            values = {id(mine): value for mine, value in pairs}
+            found = [values[id(vars(factor)[name])] for factor, name in self._places]
+            now = torch.tensor(found, dtype=torch.float64, device="cpu")
+            self._numbers.copy_(to_device(now, self._numbers.device))
         self._followed = geometry
         return True
 
 
 class _LiveLowRank(LowRank):
     """A low-rank factor whose ``rest`` is a tensor."""
+
+    def colour_(self, x: Tensor, axis: int = -1) -> None:
+        x.copy_(self.colour(x, axis))
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         number, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)

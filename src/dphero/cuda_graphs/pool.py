@@ -1,8 +1,9 @@
-"""The memory of recordings, and how one is made so that a failure leaves nothing behind."""
+"""The memory of recordings, how one is made so that a failure leaves nothing behind, and what it takes and saves."""
 
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,3 +87,26 @@ def _left_as_it_was(device: torch.device) -> Iterator[None]:
         except RuntimeError:  # it still counts what is drawn as part of the recording
             generator.graphsafe_set_state(generator.clone_state())
         raise
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Return the time that some work takes, and the part of it in which Python was busy to start it all."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    issued = time.perf_counter() - start
+    _wait(device)
+    return time.perf_counter() - start, issued
+
+
+def free_memory(device: torch.device) -> float:
+    """Return how many bytes a device has left, once torch has given back what it does not use."""
+    if device.type != "cuda":
+        return float("inf")
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

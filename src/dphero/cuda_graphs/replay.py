@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dphero.batch_axis.plan import UnknownCallError
-from dphero.cuda_graphs import gain
+from dphero.cuda_graphs import pool
 from dphero.cuda_graphs.autocast import Autocast, autocast_now, computing_in
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.pool import Pool
@@ -38,6 +38,7 @@ from dphero.cuda_graphs.replay_guards import PLAIN, CannotRecordError, ReplayCon
 from dphero.cuda_graphs.same_pass import require_bounded, require_equal
 from dphero.functional.unbatched import CannotFollowError
 from dphero.hooks.snapshot import ModelSnapshot
+from dphero.numerics.compare import is_short
 from dphero.numerics.generators import RandomState
 
 if TYPE_CHECKING:
@@ -263,14 +264,14 @@ class Graphs:
                 trial = Pass(setting, rows, leaves)
                 trial.fill(leaves, rows)
                 trial.as_usual()
-                usual, issued = gain.seconds(trial.as_usual, device)
+                usual, issued = pool.seconds(trial.as_usual, device)
                 del trial
             if issued < _BUSY * usual:
                 self._give_up(
                     f"the GPU is busy anyway (of {usual:.2g} s for a pass, Python takes {issued:.2g} s to start it)"
                 )
                 return []
-        free = gain.free_memory(device)
+        free, short = pool.free_memory(device), bool(setting.autocast) or is_short(*self._taps.module.parameters())
         made = [Pass(setting, size, leaves) for size in self._sizes]
         # as usual first, at all sizes: this also lets libraries do what they do at first use
         expected = []
@@ -287,7 +288,7 @@ class Graphs:
             with snapshot.restored_afterwards():
                 each.record(self._pool)
             with snapshot.restored_afterwards():
-                require_equal(results, each.repeated())
+                require_equal(results, each.repeated(), short=short)
                 require_bounded(each)
         if not self._asked_for_gain:
             self._require_gain(next(each for each in made if rows <= each.rows), usual, free, device, snapshot)
@@ -298,10 +299,10 @@ class Graphs:
     ) -> None:
         """Raise ``CannotRecordError`` if a replayed pass is hardly faster, or leaves no memory for one as usual."""
         with snapshot.restored_afterwards():
-            replayed, _ = gain.seconds(made.repeated, device)
+            replayed, _ = pool.seconds(made.repeated, device)
         if replayed > _WORTH * usual:
             raise CannotRecordError(f"replayed, a pass takes {replayed:.2g} s, and {usual:.2g} s without")
-        left = gain.free_memory(device)
+        left = pool.free_memory(device)
         if left < free - left:
             raise CannotRecordError("it would leave too little memory for a pass as usual")
         self._asked_for_gain = True

@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 from dphero.accounting import Ledger
 from dphero.checks.modules import require_private_modules, trained_parameters
 from dphero.checks.optimizers import innermost
+from dphero.cuda_graphs.recorded_colour import RecordedColour
 from dphero.engine.account import Account
 from dphero.engine.options import Options
 from dphero.engine.sources import LotPlan, noise_and_lot_key, plan_lots
+from dphero.geometry.geometry import colour_all_
 from dphero.guidance import resolve
 from dphero.mechanism.clipping import make_clipping
 from dphero.mechanism.parameters import describe
@@ -99,4 +101,5 @@ def _mechanism(
         expected_lot=plan.expected,
         event=plan.event,
         ledger=ledger,
+        colour=RecordedColour() if options.cuda_graphs else colour_all_,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,7 @@ from dphero.geometry.dense import Dense, Singular
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.low_rank import LowRank
-from dphero.numerics.marks import mark
-from dphero.numerics.transfer import Fetched
+from dphero.numerics.transfer import Fetched, mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +161,12 @@ class Geometry:
         if self.right is not None:
             matrix = self.right.act(matrix, -1, inverse)
         return x if self.is_identity else matrix.reshape(x.shape)
+
+
+def colour_all_(geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
+    """Replaces each z by A z, in place, by name."""
+    for name, shape in geometry.items():
+        shape.colour_(noise[name])
 
 
 def identity(shape: tuple[int, ...]) -> Geometry:

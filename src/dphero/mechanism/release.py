@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dphero.accounting import Budget, Event, Ledger
-from dphero.geometry.geometry import Geometry
+from dphero.geometry.geometry import Geometry, colour_all_
 from dphero.guidance import Guidance
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.clipping import Clipping
@@ -23,10 +23,10 @@ from dphero.mechanism.modes import Ball, Ellipsoid, Mode
 from dphero.mechanism.noise_shape import NoiseShape
 from dphero.mechanism.published import Published
 from dphero.noise import NoiseSource
-from dphero.numerics.marks import mark
-from dphero.numerics.precision import at_least_single
-from dphero.numerics.transfer import Fetched
+from dphero.numerics.one_piece import room_for
+from dphero.numerics.transfer import Fetched, mark
 
+Colour = Callable[[Mapping[str, Geometry], Mapping[str, Tensor]], None]
 _COUNT = "the count of the clip rule"  # a name that no parameter has
 _FIRST = 32
 """So many releases on a GPU have noise that is bound to their sums: while a learning rate is zero, weights may be."""
@@ -51,6 +51,7 @@ class Mechanism:
         expected_lot: B, the public divisor.
         event: Returns the event that one release costs, given its effective multiplier.
         ledger: Charged at every release.
+        colour: Replaces noise by A times it, by name.
     """
 
     def __init__(
@@ -66,13 +67,14 @@ class Mechanism:
         expected_lot: float,
         event: Callable[[float], Event],
         ledger: Ledger,
+        colour: Colour = colour_all_,
     ) -> None:
         self.mode, self.rule, self.clipping, self.noise = mode, _RULES[mode](), clipping, noise
         self.noise_multiplier, self.expected_lot = noise_multiplier, expected_lot
         self.ledger = ledger
         self.budget: Budget | None = None
         self.releases = 0
-        self._parameters, self._event = dict(parameters), event
+        self._parameters, self._event, self._colour = dict(parameters), event, colour
         self.shape = NoiseShape(
             self.rule,
             guidance,
@@ -144,8 +146,7 @@ class Mechanism:
         self.ledger.record(self.next_event())
         try:
             noise, for_count = self._draw(scale, lot, counts)
-            for name, geometry in self.noise_geometry.items():
-                geometry.colour_(noise[name])
+            self._colour(self.noise_geometry, noise)
         finally:  # whatever happened (an interrupt, say): this number will not be served again
             self.releases += 1
         gradients = self._add(noise, lot.sums)
@@ -159,10 +160,7 @@ class Mechanism:
 
         In single precision at least: the grid of a shorter format would show the sum through the noise.
         """
-        noise = {
-            name: torch.empty(parameter.shape, dtype=at_least_single(parameter.dtype), device=parameter.device)
-            for name, parameter in self._parameters.items()
-        }
+        noise = dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
         for_count = torch.zeros((), dtype=torch.float64, device="cpu")
         targets = {**noise, _COUNT: for_count} if counts else noise
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))
@@ -185,7 +183,8 @@ class Mechanism:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""
         if sums:
             torch._foreach_add_([noise[name] for name in sums], list(sums.values()))
-        return {name: noisy.to(self._parameters[name].dtype) for name, noisy in noise.items()}
+        dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
+        return {name: z if z.dtype == dtypes[name] else z.to(dtypes[name]) for name, z in noise.items()}
 
     def _adapt(self, lot: ClippedSum, normal: Tensor) -> None:
         """Release the count under its own noise; the clip rule moves its bound by it."""

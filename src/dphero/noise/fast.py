@@ -18,6 +18,7 @@ from torch import Tensor
 from dphero.noise import register
 from dphero.noise.key_stream import WORDS, KeyStream
 from dphero.noise.source import OneTimeSource, Target
+from dphero.numerics.one_piece import whole_of
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,9 @@ class FastNoise(OneTimeSource):
         for dtype in dict.fromkeys(target.tensor.dtype for target in targets):
             tensors = [target.tensor for target in targets if target.tensor.dtype == dtype]
             # in one piece: many small tensors would take a launch each
+            if (whole := whole_of(tensors)) is not None:
+                draw_on_device(whole, targets[0].std, generator)
+                continue
             flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=device)
             draw_on_device(flat, targets[0].std, generator)
             parts = flat.split([tensor.numel() for tensor in tensors])
@@ -171,11 +175,13 @@ def draw_on_device(tensor: Tensor, std: float, generator: torch.Generator) -> No
     at least 2⁻³³. Their sum reaches √2 times as far. Types of fewer than 32 bits are drawn in float32.
     """
     dtype = tensor.dtype if tensor.dtype in WORDS else torch.float32
+    in_place = dtype == tensor.dtype and tensor.is_contiguous()
+    noise = tensor if in_place else torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     half = std / math.sqrt(2)
-    noise = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     noise.normal_(0.0, half, generator=generator)
     noise += torch.empty_like(noise).normal_(0.0, half, generator=generator)
-    tensor.copy_(noise)
+    if not in_place:
+        tensor.copy_(noise)
 
 
 @lru_cache(64)

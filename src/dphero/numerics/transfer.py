@@ -1,11 +1,17 @@
-"""Tensors on their way between the CPU and other devices, in few pieces; who sends does not wait."""
+"""Tensors on their way between the CPU and other devices, in few pieces; who sends does not wait.
+
+Where it is enough to tell a tensor from others, a *mark* of it travels in its place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from dphero.numerics.precision import full_precision
 
 _CPU = torch.device("cpu")
 _Piece = tuple[list[int], Tensor]
@@ -75,3 +81,22 @@ def _apart(tensors: Sequence[Tensor], pieces: Iterable[_Piece]) -> list[Tensor]:
         for number, part in zip(numbers, parts, strict=True):
             found[number] = part.view(tensors[number].shape)
     return found
+
+
+def mark(tensor: Tensor) -> Tensor:
+    """Return the tensor itself if it is on the CPU; else its rows along one direction, the same for all tensors."""
+    if tensor.is_cpu or tensor.dim() < 2:
+        return tensor
+    return along_a_line(tensor)
+
+
+def along_a_line(tensor: Tensor) -> Tensor:
+    """Return the inner product of each row with the same direction."""
+    rows = tensor.flatten(1)
+    with full_precision():
+        return rows @ _direction(rows.shape[1], rows.dtype, rows.device)
+
+
+@lru_cache(256)
+def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(size), device="cpu").to(device, dtype)

@@ -1,0 +1,108 @@
+"""The colouring of noise from a recording: what it makes, and where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dphero.cuda_graphs import pool, recorded_colour
+from dphero.cuda_graphs.recorded_colour import RecordedColour
+from dphero.geometry.dense import Dense, Singular
+from dphero.geometry.diagonal import Diagonal, Scalar
+from dphero.geometry.geometry import Geometry, colour_all_, identity
+from dphero.geometry.low_rank import LowRank
+from tests.cuda_graphs.stand_in import DEVICE, StandIn
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let noise be recorded wherever the tests run; count the recordings."""
+    found: list[int] = []
+    base: Any = StandIn if DEVICE.type == "cpu" else pool.Pool
+
+    class Counted(base):  # type: ignore[misc]
+        def record(self, work: Any) -> Any:
+            found.append(1)
+            return super().record(work)
+
+    monkeypatch.setattr(recorded_colour, "Pool", Counted)
+    monkeypatch.setattr(recorded_colour, "_DEVICES", (DEVICE.type,))
+    return found
+
+
+def basis(size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(size, size, generator=generator))[0].to(DEVICE)
+
+
+def shapes(seed: int) -> dict[str, Geometry]:
+    """One geometry of every form; those of all seeds have the same forms."""
+    rows, columns = basis(12, seed), basis(20, seed + 1)
+    low = LowRank(rows[:, :3].contiguous(), torch.tensor([3.0, 2.0, 1.5 + seed]), 0.5 + 0.1 * seed)
+    return {
+        "weight": Geometry((12, 20), left=low),
+        "both": Geometry((12, 4, 5), low, LowRank(columns[:, :2].contiguous(), torch.tensor([2.0, 0.5]), 1.0 + seed)),
+        "dense": Geometry((12, 3), left=Dense(rows, torch.linspace(0.5, 2.0 + seed, 12))),
+        "bias": Geometry((12,), left=low),
+        "diagonal": Geometry((5, 20), right=Diagonal(torch.linspace(1.0, 2.0 + seed, 20).to(DEVICE))),
+        "scalar": Geometry((4, 3), left=Scalar(4, 2.0 + seed)),
+        "plain": identity((7,)),
+    }
+
+
+def numbers(geometry: Mapping[str, Geometry], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape.shape, generator=generator).to(DEVICE) for name, shape in geometry.items()}
+
+
+def same(colour: RecordedColour, geometry: Mapping[str, Geometry], seed: int) -> bool:
+    noise, expected = numbers(geometry, seed), numbers(geometry, seed)
+    colour(geometry, noise)
+    colour_all_(geometry, expected)
+    return all(torch.allclose(noise[name], expected[name], rtol=1e-4, atol=1e-5) for name in geometry)
+
+
+def test_it_makes_what_each_geometry_makes(made: list[int]) -> None:
+    colour = RecordedColour()
+    for step in range(12):
+        assert same(colour, shapes(step // 4), step), step
+    assert len(made) == 1
+
+
+def test_a_geometry_of_another_form_is_recorded_anew(made: list[int]) -> None:
+    colour, first = RecordedColour(), shapes(0)
+    other = {**first, "weight": Geometry((12, 20), left=Dense(basis(12, 5), torch.linspace(1.0, 2.0, 12)))}
+    assert all(same(colour, first if step < 6 else other, step) for step in range(12))
+    assert len(made) == 2
+
+
+def test_isotropic_noise_is_left_as_it_is(made: list[int]) -> None:
+    colour = RecordedColour()
+    assert all(same(colour, {"a": identity((3,)), "b": identity((2, 2))}, step) for step in range(8))
+    assert not made
+
+
+def test_where_it_cannot_be_recorded_the_geometry_itself_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    colour = RecordedColour()
+    bare = {"weight": Geometry((12, 3), left=Singular(basis(12, 0), torch.linspace(0.0, 2.0, 12)))}
+    assert all(same(colour, bare, step) for step in range(8))
+    assert sum("without a recording" in record.message for record in caplog.records) == 1
+
+
+def test_a_recording_that_makes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_colour._Recording, "_replay", None, raising=False)
+    made = recorded_colour._Recording.run
+
+    def wrong(self: Any, noise: dict[str, Tensor]) -> None:
+        made(self, noise)
+        noise["dense"].mul_(1.01)
+
+    monkeypatch.setattr(recorded_colour._Recording, "run", wrong)
+    colour = RecordedColour()
+    assert all(same(colour, shapes(0), step) for step in range(8))
