@@ -5,12 +5,12 @@
     python benchmarks/real_models.py --json benchmarks/results/real-models.json --table
     python benchmarks/real_models.py --device cpu --tiny          # tries the script out
 
-For each model and precision (float32, and bf16 autocast) all systems live in one process. Each takes some steps alone
-first: they examine the model and decide what is recorded, and give its peak of reserved memory above what was there
-before; the time of the first step over a plain one's is what examining costs. Then all take turns in rounds, in
-random order; a ratio is (system / plain SGD) of one round, and the median is printed. *isotropic* and *pca* are
-dphero with no option set; *-graphs* and *-eager* are `cuda_graphs=True` and `False`, *-poisson* draws lots of varying
-size.
+Each model and precision (float32, and bf16 autocast) has a process of its own, in which all systems live. Each takes
+some steps alone first: they examine the model and decide what is recorded, and give its peak of reserved memory above
+what was there before; the time of the first step over a plain one's is what examining costs. Then all take turns in
+rounds, in random order; a ratio is (system / plain SGD) of one round, and the median is printed. *isotropic* and
+*pca* are dphero with no option set; *-graphs* and *-eager* are `cuda_graphs=True` and `False`, *-poisson* draws lots of
+varying size.
 
 Exact: with hardly any noise and a bound that clips every example, the released gradient of the last of some steps is
 compared with that of micro-batches of one, and as a yardstick those of bf16 with those of float32: relative error of
@@ -22,16 +22,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
+import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a GPU does not begin with it: children do
 
 import torch
 from _real_models import REAL_MODELS, RealModel
@@ -175,14 +180,36 @@ def build(
     step = SYSTEMS[system](model, spec, data, rows, options.device, precision)
     step()
     wait(options.device)
-    first = time.perf_counter() - start
-    for _ in range(options.warmup):
-        step()
-    wait(options.device)
-    found: dict[str, Any] = {"first_step_seconds": round(first, 3)}
+    found: dict[str, Any] = {"first_step_seconds": round(time.perf_counter() - start, 3)}
     if options.device == "cuda":
-        found["peak_mib"] = round(torch.cuda.max_memory_reserved() / 2**20 - before)
-    return step, found
+        found["first_peak_mib"] = peak() - round(before)
+    with heard("dphero.cuda_graphs") as messages:
+        for _ in range(options.warmup):
+            step()
+        wait(options.device)
+    if options.device == "cuda":
+        found["peak_mib"] = peak() - round(before)
+    return step, found | ({"recording": messages} if messages else {})
+
+
+def peak() -> int:
+    return round(torch.cuda.max_memory_reserved() / 2**20)
+
+
+@contextmanager
+def heard(name: str) -> Iterator[list[str]]:
+    """Collect what is logged by a part of the library."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def timed(step: Step, steps: int, device: str) -> float:
@@ -334,6 +361,48 @@ def _ratio(found: dict[str, Any] | None) -> str:
     return f"{found['ratio']:.2f} ({found['range'][0]:.2f}–{found['range'][1]:.2f})" if "ratio" in found else "fails"
 
 
+def one(model: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model in one precision."""
+    try:
+        found: dict[str, Any] = {} if options.no_timing else {"systems": measure(model, precision, options)}
+        if not options.no_exactness and not REAL_MODELS[model].random:
+            found["exactness"] = exactness(model, precision, options)
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def apart(model: str, precision: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in a process of its own, whose memory nothing else has touched."""
+    forks = multiprocessing.get_context("fork")
+    here, there = forks.Pipe(duplex=False)
+
+    def work() -> None:
+        name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+        there.send((name, one(model, precision, options)))
+
+    process = forks.Process(target=work)
+    process.start()
+    there.close()
+    try:
+        device, found = here.recv()
+    except EOFError:
+        device, found = "unknown", {"failed": f"the process ended ({process.exitcode})"}
+    process.join()
+    return {"device": device, **found}
+
+
+def load_libraries(models: Sequence[str]) -> None:
+    """Import what the models need once, before processes are made."""
+    import dphero  # noqa: F401
+
+    with torch.device("meta"):
+        for model in models:
+            with suppress(Exception):
+                REAL_MODELS[model].make(True)
+
+
 def main() -> None:
     options = parse()
     held = options.resume or options.table
@@ -344,21 +413,16 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("real models are measured on a GPU, and there is none (--device cpu --tiny tries the script out)")
         return
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    report: dict[str, Any] = before or {"torch": torch.__version__, "device": name, "models": {}}
+    report: dict[str, Any] = before or {"torch": torch.__version__, "models": {}}
     began = time.perf_counter()
+    load_libraries(options.models)
     for model in options.models:
         for precision in options.precisions:
             start = time.perf_counter()
             if precision in report["models"].get(model, {}) or start - began > options.seconds:
                 continue
-            try:
-                found: dict[str, Any] = {} if options.no_timing else {"systems": measure(model, precision, options)}
-                if not options.no_exactness and not REAL_MODELS[model].random:
-                    found["exactness"] = exactness(model, precision, options)
-            except Exception as error:
-                traceback.print_exc()
-                found = {"failed": f"{type(error).__name__}: {error}"}
+            found = apart(model, precision, options)
+            report["device"] = found.pop("device")
             report["models"].setdefault(model, {})[precision] = found
             for system, values in found.get("systems", {}).items():
                 shown = "  ".join(f"{key} {value}" for key, value in values.items())
@@ -368,7 +432,6 @@ def main() -> None:
             if options.json is not None:
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 options.json.write_text(json.dumps(report, indent=2) + "\n")
-            reserved(options.device)
 
 
 if __name__ == "__main__":

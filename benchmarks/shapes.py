@@ -69,6 +69,7 @@ class Setting:
 
 SETTINGS = {
     "tanh-cnn-short": Setting("tanh-cnn", 512, 120, start=4.0, searches=1),
+    "tanh-cnn-adam-short": Setting("tanh-cnn", 512, 120, optimizer="adam", start=2**-8, searches=1),
     "pixels-linear": Setting("linear", 1024, 200, searches=1),
     "scatter-linear": Setting("scatter-linear", 1024, 200, searches=1),
     "tanh-cnn": Setting("tanh-cnn", 2048, 300, start=4.0),
