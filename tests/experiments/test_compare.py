@@ -217,6 +217,17 @@ def test_a_plan_with_a_relative_path_goes_on(tmp_path, monkeypatch):
     assert answers == [f"there is no file {tmp_path / 'set.npz'}"] * 2
 
 
+def test_a_process_reads_a_built_in_set_once(tmp_path, monkeypatch):
+    from dphero.experiments.comparison import worker
+
+    worker._built_in.cache_clear()
+    load, loaded = datasets.load, []
+    monkeypatch.setattr(datasets, "load", lambda *asked: loaded.append(asked) or load(*asked))
+    for planned in plan_of("sgd", seeds=(0, 1)):
+        assert worker.train_run(str(tmp_path / planned.name), planned.recipe.as_dict())["kind"] == "done"
+    assert loaded == [("digits",)]
+
+
 class Dead:
     """A worker whose process has ended."""
 

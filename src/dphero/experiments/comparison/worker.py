@@ -19,10 +19,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
+from dphero import data as datasets
 from dphero._files import open_for_append
+from dphero.data import BUILT_INS, Data
 from dphero.experiments.defaults import anchored
 from dphero.experiments.runs.files import to_json
 from dphero.experiments.runs.rundir import Busy, RunDirectory
@@ -48,7 +51,7 @@ def train_run(
     try:
         directory = _directory(Path(path), recipes.merge(recipe))
         _wait_until_free(directory)
-        train(directory, report=report)
+        train(directory, report=report, data=_shared(directory.recipe))
     except Interrupted:
         return {"kind": "stopped"}
     except Exception as error:
@@ -68,6 +71,18 @@ def _directory(path: Path, recipe: Recipe) -> RunDirectory:
     if directory.recipe not in (recipe, anchored(recipe)):
         raise ValueError(f"{path} holds a run of another recipe than the plan's: move it away, or give another --out")
     return directory
+
+
+def _shared(recipe: Recipe) -> Data | None:
+    """Return a built-in data set, loaded for all runs of this process at once; other data may change between runs."""
+    if recipe.data not in BUILT_INS or recipe.channels is not None:
+        return None
+    return _built_in(recipe.data, datasets.directory())
+
+
+@lru_cache(maxsize=1)
+def _built_in(name: str, cache: Path) -> Data:
+    return datasets.load(name)
 
 
 def _wait_until_free(directory: RunDirectory) -> None:
