@@ -153,7 +153,8 @@ def endless(loader: Any) -> Iterator[Any]:
 
 def fresh(spec: RealModel, options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return spec.make(options.tiny).to(options.device).train()
+    with torch.device(options.device):  # where large weights are drawn quickly
+        return spec.make(options.tiny).to(options.device).train()
 
 
 def wait(device: str) -> None:
