@@ -174,15 +174,21 @@ class _Examination:
         check = IndependenceCheck(runs, self.carrying)
         if len(rows) > 1:
             check.compare_outputs(rows, mixed, small, large)
+        small.let_go()  # what comes next takes as much memory
+        large.let_go()
         plan = AxisPlan(calls, [batch.way], len(rows) > 1, small.written)
         for row in check.unlike:
-            others, run, _ = runs.settle([[row] * size for size in SIZES])
-            plan = plan.joined(AxisPlan(others, [batch.way], True, run.written))
+            plan = plan.joined(self._plan_among_copies(row))
         for members in (mixed[0], *([row] * SIZES[0] for row in check.unlike)):
             compare_with_autograd(runs, plan, members, random=small.random)
         if len(rows) > 1:
             check.compare_gradients(plan, rows, mixed[0], small.random)
         return plan
+
+    def _plan_among_copies(self, row: int) -> AxisPlan:
+        """Return the plan of batches that are copies of one example."""
+        calls, run, _ = self._runs.settle([[row] * size for size in SIZES])
+        return AxisPlan(calls, [self._runs.batch.way], True, run.written)
 
 
 def _carrying(small: RecordedRun, large: RecordedRun) -> list[bool]:
