@@ -30,11 +30,7 @@ def combine(pieces: Sequence[Piece]) -> Piece:
             if outers
             else None
         )
-        table = (
-            Rows(_joined([p.index for p in rows]), _joined([p.right for p in rows]), rows[0].rows)
-            if rows
-            else None
-        )
+        table = Rows(_joined([p.index for p in rows]), _joined([p.right for p in rows]), rows[0].rows) if rows else None
         if outer and table:
             return _Tied(table, outer)
         return outer or table  # type: ignore[return-value]
