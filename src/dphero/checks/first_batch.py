@@ -30,6 +30,7 @@ from dphero.checks.independence import IndependenceCheck
 from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
 from dphero.functional.unbatched import CannotFollowError
 from dphero.functional.vmap import vmapped
+from dphero.numerics.cuda_cache import cache_emptied
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
@@ -64,7 +65,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
     for way in ways:
         batch.axes = way
         try:
-            with _without_tf32(), _all_trainable(taps), _memory_given_back():
+            with _without_tf32(), _all_trainable(taps), cache_emptied():
                 plan = _Examination(taps, batch).run()
             break
         except Exception as error:
@@ -194,16 +195,6 @@ class _Examination:
 def _carrying(small: RecordedRun, large: RecordedRun) -> list[bool]:
     layouts = [compare_shapes(a.shape, b.shape, *SIZES) for a, b in zip(small.values, large.values, strict=False)]
     return [layout is not None and not layout.unbatched for layout in layouts]
-
-
-@contextmanager
-def _memory_given_back() -> Iterator[None]:
-    """Let torch not keep, on a GPU, the memory of small batches beside that of whole ones."""
-    try:
-        yield
-    finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
 
 @contextmanager

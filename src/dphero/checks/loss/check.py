@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from dphero.checks.loss.coupling import coupling, coupling_strength
-from dphero.checks.loss.cross_entropy import is_of_vectors
+from dphero.checks.loss.coupling import coupling, coupling_strength, is_of_vectors
 from dphero.checks.loss.graph import (
     OUTPUT,
     ModelOutput,
@@ -41,6 +40,7 @@ from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
 from dphero.checks.loss.repetition import set_aside
 from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
+from dphero.numerics.cuda_cache import cache_emptied
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
 logger = logging.getLogger(__name__)
@@ -172,9 +172,10 @@ class LossCheck:
             if self._left and number in self._known:
                 self._left -= 1
                 return
-            self._check(loss.as_subclass(Tensor))
-            if recorder is not None:
-                self._repeat(recorder, loss, gradient)
+            with cache_emptied():
+                self._check(loss.as_subclass(Tensor))
+                if recorder is not None:
+                    self._repeat(recorder, loss, gradient)
         finally:
             self.close()
         self._known.add(number)
