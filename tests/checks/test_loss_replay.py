@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 
 from dphero.checks.loss import check as loss_check
 from dphero.checks.loss import replay as loss_replay
+from dphero.checks.loss.calls import Call
+from dphero.checks.loss.recorder import Recorder
 from tests.trainer import CLASSES, FEATURES, Training, data, network, training
 
 Body = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -442,3 +444,17 @@ def test_a_loop_that_breaks_off_leaves_nothing_behind() -> None:
     go_on(run, lambda model, x, y: F.cross_entropy(model(x), y), 2)
     assert type(x) is Tensor
     run.engine.detach()
+
+
+def test_only_what_the_user_computes_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read from the loss is computed from its targets too, which are followed; it is not the user's."""
+    seen: list[list[str]] = []
+    compare = loss_check.compare_losses
+
+    def noted(recorder: Recorder, *arguments: Any) -> Any:
+        seen.append([call.name for call in recorder.calls if isinstance(call, Call)])
+        return compare(recorder, *arguments)
+
+    monkeypatch.setattr(loss_check, "compare_losses", noted)
+    train(lambda model, x, y: F.cross_entropy(2 * model(x), y), lots=2)
+    assert seen == [["mul", "cross_entropy"]] * 2

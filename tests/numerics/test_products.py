@@ -45,10 +45,12 @@ def test_a_narrow_matrix_is_split_without_a_rest(short_products: None) -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("at_a_time", [1, 1 << 24])
 def test_a_square_product_of_parted_numbers(
-    dropped: bool, short_products: None, monkeypatch: pytest.MonkeyPatch
+    dropped: bool, at_a_time: int, short_products: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its symmetric part is right, even if what multiplies drops all but 11 bits, as TF32 does."""
+    monkeypatch.setattr(products, "_SOME", at_a_time)  # 64 columns, or all of them
     multiply, add = torch.bmm, torch.Tensor.baddbmm_
 
     def kept(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +58,7 @@ def test_a_square_product_of_parted_numbers(
         return (x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32) if dropped else x).double()
 
     monkeypatch.setattr(torch, "bmm", lambda a, b: multiply(kept(a), kept(b)))
-    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda x, a, b, alpha: add(x, kept(a), kept(b), alpha=alpha))
+    monkeypatch.setattr(torch.Tensor, "baddbmm_", lambda x, a, b, alpha=1: add(x, kept(a), kept(b), alpha=alpha))
     torch.manual_seed(0)
     for x in (torch.randn(3, 17, 60), torch.rand(3, 17, 60) + 1e-3, torch.full((1, 4, 300), 1 / 3)):
         found, true = products.square_product(x).double(), x.double() @ x.double().mT

@@ -30,6 +30,7 @@ from dphero.checks.independence import IndependenceCheck
 from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
 from dphero.functional.unbatched import CannotFollowError
 from dphero.functional.vmap import vmapped
+from dphero.numerics.cuda_cache import cache_emptied
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
@@ -64,7 +65,7 @@ def probe(taps: Taps, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) 
     for way in ways:
         batch.axes = way
         try:
-            with _without_tf32(), _all_trainable(taps), _memory_given_back():
+            with _without_tf32(), _all_trainable(taps), cache_emptied():
                 plan = _Examination(taps, batch).run()
             break
         except Exception as error:
@@ -174,30 +175,26 @@ class _Examination:
         check = IndependenceCheck(runs, self.carrying)
         if len(rows) > 1:
             check.compare_outputs(rows, mixed, small, large)
+        small.let_go()  # what comes next takes as much memory
+        large.let_go()
         plan = AxisPlan(calls, [batch.way], len(rows) > 1, small.written)
         for row in check.unlike:
-            others, run, _ = runs.settle([[row] * size for size in SIZES])
-            plan = plan.joined(AxisPlan(others, [batch.way], True, run.written))
+            plan = plan.joined(self._plan_among_copies(row))
         for members in (mixed[0], *([row] * SIZES[0] for row in check.unlike)):
             compare_with_autograd(runs, plan, members, random=small.random)
         if len(rows) > 1:
             check.compare_gradients(plan, rows, mixed[0], small.random)
         return plan
 
+    def _plan_among_copies(self, row: int) -> AxisPlan:
+        """Return the plan of batches that are copies of one example."""
+        calls, run, _ = self._runs.settle([[row] * size for size in SIZES])
+        return AxisPlan(calls, [self._runs.batch.way], True, run.written)
+
 
 def _carrying(small: RecordedRun, large: RecordedRun) -> list[bool]:
     layouts = [compare_shapes(a.shape, b.shape, *SIZES) for a, b in zip(small.values, large.values, strict=False)]
     return [layout is not None and not layout.unbatched for layout in layouts]
-
-
-@contextmanager
-def _memory_given_back() -> Iterator[None]:
-    """Let torch not keep, on a GPU, the memory of small batches beside that of whole ones."""
-    try:
-        yield
-    finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -75,11 +75,13 @@ def _compare(
     owners = {name: hooked.label for hooked in taps.hooked_modules for name in hooked.names.values()}
     parameters = trained_by(taps)
     found = runs.tapped(plan, rows, training=training)
+    outs, sums = found.outs, _sums(found.gradients)
+    del found  # and so the layers' inputs and output gradients: there is no second pass beside them
     with runs.snapshot.restored_afterwards(), taps.paused(), custom_code_followed():
         if not training:
             taps.module.eval()
         expected_out = floating(taps.root_forward(*args, **kwargs))
-        pairs = list(zip(found.outs, expected_out, strict=True))
+        pairs = list(zip(outs, expected_out, strict=True))
         objective = objective_of([y for x, y in pairs if not isinstance(x, UnbatchedTensor)])
         expected = {} if objective is None else _gradients(objective, parameters)
     tolerance = _SHORT_TOLERANCE if is_short(*parameters.values(), *expected_out) else _TOLERANCE
@@ -91,7 +93,7 @@ def _compare(
     largest = max(map(_largest, expected.values()), default=0.0)
     for name, parameter in parameters.items():  # one at a time: a gradient is as large as its parameter
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        pair = (_sum(found.gradients, name, zero), expected.pop(name, zero))
+        pair = (sums.pop(name, zero), expected.pop(name, zero))
         if _difference(*pair, floor=floor * largest) > for_gradients:
             if random and not _shows_random_numbers(runs, rows, expected_out):
                 return  # the layers may have drawn other numbers, unseen; evaluation mode decides
@@ -109,12 +111,15 @@ def _shows_random_numbers(runs: ModelRuns, rows: Sequence[int], out: list[Tensor
     return any(not torch.equal(x, y) for x, y in zip(out, other, strict=True))
 
 
-def _sum(found: list[GradientBatch], name: str, default: Tensor) -> Tensor:
-    """Return the gradient of a parameter added up over the examples, and let go of what it was made from."""
-    for batch in found:
-        if name in batch.pieces:
-            return batch.pieces.pop(name).weighted_sum(torch.ones_like(batch.square_norms[name]))
-    return default
+def _sums(found: list[GradientBatch]) -> dict[str, Tensor]:
+    """Return gradients added up over the examples, by parameter; what they are made from goes as they are."""
+    return {
+        name: total
+        for batch in found
+        for name, total in batch.weighted_sums(
+            {name: torch.ones_like(norms) for name, norms in batch.square_norms.items()}, None, final=True
+        ).items()
+    }
 
 
 def _gradients(objective: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -48,6 +48,11 @@ class RecordedRun:
     written: dict[str, Tensor]  # what it wrote into parameters and buffers
     random: bool  # whether it drew random numbers
 
+    def let_go(self) -> None:
+        """Keep no tensor of what it computed."""
+        self.trace.outputs.clear()
+        self.values.clear()
+
 
 class ModelRuns:
     """Runs a model on chosen rows of a batch, the arguments of one call; the model is as before afterwards."""
@@ -147,4 +152,6 @@ class ModelRuns:
             if agreed:
                 return calls, first, second
             self._hints.update(calls)
+            first.let_go()
+            second.let_go()
         raise ValueError("the calls inside the model change from run to run, so that they could not be understood")

@@ -19,8 +19,8 @@ from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
 
-_CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
-"""Elements of gradients to handle at a time."""
+_CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 24
+"""Elements of gradients to handle at a time; what they are computed from takes some times as much."""
 _ROUNDINGS = 32
 """Units of rounding that a pass through f may lose, of what goes in."""
 

@@ -26,15 +26,11 @@ def combine(pieces: Sequence[Piece]) -> Piece:
     rows = [piece for piece in pieces if isinstance(piece, Rows)]
     if len(outers) + len(rows) == len(pieces):
         outer = (
-            Outer(torch.cat([p.left for p in outers], 1), torch.cat([p.right for p in outers], 1), outers[0].shape)
+            Outer(_joined([p.left for p in outers]), _joined([p.right for p in outers]), outers[0].shape)
             if outers
             else None
         )
-        table = (
-            Rows(torch.cat([p.index for p in rows], 1), torch.cat([p.right for p in rows], 1), rows[0].rows)
-            if rows
-            else None
-        )
+        table = Rows(_joined([p.index for p in rows]), _joined([p.right for p in rows]), rows[0].rows) if rows else None
         if outer and table:
             return _Tied(table, outer)
         return outer or table  # type: ignore[return-value]
@@ -42,6 +38,11 @@ def combine(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces[1:]:
         total += piece.instantiate().reshape(total.shape)
     return Explicit(total)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the positions of all parts, one after the other; no copy of one part alone."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 class _Tied(Piece):

@@ -101,7 +101,7 @@ class Convolution(Piece):
             yield from self.instantiate().split(count)  # and so the sum is one of these
             return
         delta = self.delta.flatten(2)  # in the weight's order in memory: to turn a slab takes longer than to form it
-        for first, last, (patches,) in Patches(self.x, self.arguments, self.delta.shape[2:], 1).some():
+        for first, last, (patches,) in Patches(self.x, self.arguments, self.delta.shape[2:], 1).some(count):
             yield product(delta[first:last], patches.mT).view(last - first, *self.shape)
 
     # -- how -----------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ class Patches:
     def _padded_sizes(self) -> list[int]:
         return [size + 2 * pad for size, pad in zip(self.x.shape[2:], self.arguments.padding, strict=True)]
 
-    def some(self) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """Yield ``(first, last, patches)``: for some examples, the patches of each offset.
+    def some(self, most: int | None = None) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """Yield ``(first, last, patches)``: for some examples (at most so many), the patches of each offset.
 
         Patches have shape ``(examples * groups, columns, positions)``, contiguous positions, and lie in one buffer
         that is used again.
@@ -77,7 +77,7 @@ class Patches:
         out, kernel, slabs = self.out, self.kernel, self.offsets > 1
         sizes = self._padded_sizes()
         n, columns = len(x), (x.shape[1], *((*kernel[1:], sizes[0], *out[1:]) if slabs else (*kernel, *out)))
-        chunk = max(1, min(n, _buffer(x) // max(prod(columns), prod(self.arguments.weight_shape), 1)))
+        chunk = max(1, min(n, most or n, _buffer(x) // max(prod(columns), prod(self.arguments.weight_shape), 1)))
         padded, inside = x, x
         if any(arguments.padding):  # some examples at a time too: a padded copy of all would be larger than the input
             padded = inside = x.new_zeros(chunk, x.shape[1], *sizes)

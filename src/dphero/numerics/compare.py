@@ -38,4 +38,4 @@ def is_short(*tensors: Tensor) -> bool:
 
 def distinct_numbers(like: Tensor) -> Tensor:
     """Return numbers that differ from entry to entry, in the shape of a tensor: weights that tell entries apart."""
-    return torch.arange(1.0, like.numel() + 1, device=like.device).cos().reshape(like.shape)
+    return torch.arange(1.0, like.numel() + 1, device=like.device).cos_().reshape(like.shape)

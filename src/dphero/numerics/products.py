@@ -23,6 +23,10 @@ PARTING_ERROR = 2.0**-18
 """Of an entry of :func:`square_product`: 2⁻²⁰ for what is left out, and 2⁻¹⁹ for what TF32 drops of the lower part."""
 _HIGH = -(1 << 13)
 """The bits of a float32 number that TF32 keeps."""
+_SOME = 1 << 24
+"""So many numbers are parted at a time: the parts of all would be two more copies, of a language model's logits say."""
+_FEWEST = 64
+"""Columns are parted in multiples of so many."""
 ALIGNED = 8
 """Numbers in bfloat16 that are read at once: sizes that are multiples of it are multiplied faster."""
 
@@ -63,10 +67,22 @@ def square_product(x: Tensor) -> Tensor:
     """
     if x.dtype != torch.float32 or not on_tensor_cores(x):
         return product(x, x.mT)
+    rows = x.shape[0] * x.shape[1]
+    columns = max(_FEWEST, _SOME // max(rows, 1) // _FEWEST * _FEWEST)
+    first, *others = x.split(columns, 2)  # not some examples at a time: products of few are slow
+    total = _add_square(None, first)
+    for part in others:
+        _add_square(total, part)
+    return total
+
+
+def _add_square(total: Tensor | None, x: Tensor) -> Tensor:
+    """Return ``total`` with the product of the columns x with themselves added; that alone where there is none yet."""
     high = x.view(torch.int32).bitwise_and(_HIGH).view(torch.float32)
     low = x - high
     with matmul_tf32(x, allow=True):
-        return torch.bmm(high, high.mT).baddbmm_(high, low.mT, alpha=2)
+        total = torch.bmm(high, high.mT) if total is None else total.baddbmm_(high, high.mT)
+        return total.baddbmm_(high, low.mT, alpha=2)
 
 
 def aligned(x: Tensor) -> Tensor:

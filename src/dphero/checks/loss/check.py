@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from dphero.checks.loss.coupling import coupling, coupling_strength
+from dphero.checks.loss.coupling import coupling, coupling_strength, is_of_vectors
 from dphero.checks.loss.graph import (
     OUTPUT,
     ModelOutput,
@@ -37,8 +37,10 @@ from dphero.checks.loss.graph import (
 )
 from dphero.checks.loss.recorder import Recorder, ordinary, watched_class
 from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
+from dphero.checks.loss.repetition import set_aside
 from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
+from dphero.numerics.cuda_cache import cache_emptied
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
 logger = logging.getLogger(__name__)
@@ -160,6 +162,9 @@ class LossCheck:
             node = loss.grad_fn
         if rows is None or rows < 2 or node is None:
             return
+        recorder = self._recording()
+        if recorder is not None:
+            recorder.open = False  # what the checks compute is not the user's
         try:
             if self._ignores_targets:
                 require_same_targets(node, rows)
@@ -167,8 +172,10 @@ class LossCheck:
             if self._left and number in self._known:
                 self._left -= 1
                 return
-            self._check(loss.as_subclass(Tensor))
-            self._repeat(loss, gradient)
+            with cache_emptied():
+                self._check(loss.as_subclass(Tensor))
+                if recorder is not None:
+                    self._repeat(recorder, loss, gradient)
         finally:
             self.close()
         self._known.add(number)
@@ -179,12 +186,8 @@ class LossCheck:
         elif self._read >= _FIRST:
             self._gap = self._left = 2 * self._gap or _FIRST
 
-    def _repeat(self, loss: Tensor, gradient: Tensor | None) -> None:
+    def _repeat(self, recorder: Recorder, loss: Tensor, gradient: Tensor | None) -> None:
         """Compute the loss again with other examples; note what cannot be."""
-        recorder = self._recording()
-        if recorder is None:
-            return
-        recorder.open = False
         if recorder.number(loss) in recorder.earlier:  # of an earlier batch, which the tape refuses
             return
         if any(is_custom(node) and not is_own(node) for node in nodes_below(loss.grad_fn, until=OUTPUT)):
@@ -193,8 +196,10 @@ class LossCheck:
         edges = [source.edge for source in recorder.sources if source.edge is not None]
         given = None if gradient is None else gradient.as_subclass(Tensor)
         plain = loss.as_subclass(Tensor)
-        actual = torch.autograd.grad(plain, edges, given, retain_graph=True, allow_unused=True) if edges else ()
-        findings = compare_losses(recorder, loss, gradient, list(actual), self._read)
+        found = torch.autograd.grad(plain, edges, given, retain_graph=True, allow_unused=True) if edges else ()
+        actual = [set_aside(each) for each in found]
+        del found
+        findings = compare_losses(recorder, loss, gradient, actual, self._read)
         self.notes |= dict.fromkeys(findings.notes)
         if findings.constants is not None:
             if self._constants is not None and findings.constants.differ(self._constants):
@@ -220,6 +225,8 @@ class LossCheck:
     def _check_coupling(self, loss: Tensor, rows: int) -> None:
         """Refuse a loss that couples examples; not tried where a custom Function makes a second backward unsafe."""
         if any(map(is_custom, nodes_below(loss.grad_fn, until=OUTPUT))):  # may be differentiated only once
+            return
+        if is_of_vectors(loss.grad_fn, rows):
             return
         coupled = coupling_strength(loss, output_edges(loss.grad_fn), rows, self._read)
         how = "derivatives for one half of them depend on the other half"

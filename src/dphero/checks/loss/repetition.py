@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors
 from dphero.checks.loss.recorder import Recorder
@@ -19,6 +20,10 @@ SLACK = 1e-5
 
 _ROWS, _GPU_ENTRIES = 16, 1 << 22
 """So many rows are compared at a time, on a GPU as many entries: copies of all, in double precision, take memory."""
+
+
+_LARGE = 1 << 27
+"""Bytes from which on gradients wait in the computer's own memory until they are compared."""
 
 
 class _Failed:
@@ -36,12 +41,35 @@ class RepeatedPass:
     python: dict[int, Any]  # what left torch, by the number of the call
 
 
+class _Start(torch.autograd.Function):
+    """Lets the graph begin at a tensor, and does not keep it: a language model's outputs are large."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class Repetition:
     """Makes the calls of a recorder again, with other examples in place of some, up to the loss (number ``target``)."""
 
     def __init__(self, recorder: Recorder, target: int, gradient: Tensor | None) -> None:
         self._recorder, self._target = recorder, target
         self._gradient = None if gradient is None else map_values(gradient, recorder._reference)
+        last: dict[int, int] = {}  # the number of the last call that needs a tensor
+        for place, call in enumerate(recorder.calls):
+            needed = call.inputs if isinstance(call, ModelCall) else leaves((call.args, call.kwargs))
+            last |= {each.number: place for each in needed if isinstance(each, Ref)}
+            if isinstance(call, Call):
+                last |= {number: place for number in call.made if number not in last}
+        kept = {each.number for each in (Ref(target), self._gradient) if isinstance(each, Ref)}
+        self._gone: dict[int, list[int]] = {}  # what nobody needs after a call, by the number of the call
+        for number, place in last.items():
+            if number not in kept:
+                self._gone.setdefault(place, []).append(number)
 
     def run(self, index: Tensor, plain: RepeatedPass | None) -> RepeatedPass | None:
         """Make all calls again with the examples of rows ``index``; ``None`` if they do not lead to the loss.
@@ -50,7 +78,7 @@ class Repetition:
         """
         recorder, values = self._recorder, {}
         found = RepeatedPass(None, [], [], [], {})
-        starts: list[Tensor] = []
+        starts: list[GradientEdge] = []
         returned = {source.number for call in recorder.calls if isinstance(call, ModelCall) for source in call.outputs}
         for source in recorder.sources:
             if source.number not in returned:
@@ -66,16 +94,20 @@ class Repetition:
                         values[source.number] = self._start(source, order.clamp(min=0), starts)
                 else:
                     self._make(call, place, values, found.python)
+                for number in self._gone.get(place, ()):
+                    values.pop(number, None)
             try:
                 return found if self._finish(found, values, starts) else None
             except (RuntimeError, ValueError, TypeError):
                 return None
 
-    def _start(self, source: Source, index: Tensor, starts: list[Tensor]) -> Tensor:
+    def _start(self, source: Source, index: Tensor, starts: list[GradientEdge]) -> Tensor:
         value = _take(source, index)
         if source.edge is not None:
-            value = value.detach().requires_grad_()
-            starts.append(value)
+            with torch.enable_grad():
+                value = _Start.apply(torch.empty(0, device=value.device, requires_grad=True), value)
+            assert value.grad_fn is not None
+            starts.append(GradientEdge(value.grad_fn, value.output_nr))
         return value.clone() if self._recorder.in_place else value
 
     def _make(self, call: Call, place: int, values: dict[int, Any], python: dict[int, Any]) -> None:
@@ -99,7 +131,7 @@ class Repetition:
         if isinstance(result, _Failed):
             values |= {number: result for number in call.changes}
 
-    def _finish(self, found: RepeatedPass, values: dict[int, Any], starts: list[Tensor]) -> bool:
+    def _finish(self, found: RepeatedPass, values: dict[int, Any], starts: list[GradientEdge]) -> bool:
         """Fill in the loss and its gradients; return whether there are any."""
         loss, given = values.get(self._target), _value(values, self._gradient)
         if not isinstance(loss, Tensor) or not loss.requires_grad or (given is None and loss.numel() > 1):
@@ -108,6 +140,12 @@ class Repetition:
             found.gradients = list(torch.autograd.grad(loss, starts, given, allow_unused=True))
         found.loss = loss.detach()
         return True
+
+
+def set_aside(value: Tensor | None) -> Tensor | None:
+    """Return a tensor that is to be compared later; a large one not on the GPU, where it would take memory."""
+    large = value is not None and value.is_cuda and value.nbytes >= _LARGE
+    return value.cpu() if large and value is not None else value
 
 
 def _take(source: Source, index: Tensor) -> Tensor:

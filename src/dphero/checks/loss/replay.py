@@ -27,7 +27,7 @@ from torch import Tensor
 from dphero.checks.loss.calls import Call
 from dphero.checks.loss.coupling import halves
 from dphero.checks.loss.recorder import Recorder
-from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, axis_of_rows, by_row
+from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, axis_of_rows, by_row, set_aside
 from dphero.checks.loss.unseen import STEERED, Constants, ancestors, constants_of, limits_of, not_repeated
 from dphero.numerics.compare import is_short
 
@@ -35,6 +35,8 @@ _REPLACEMENTS = 6
 """How often a loss is computed again."""
 _SLACK_OF_HALVES = 1e-2
 """Relative change of a row that rounding may bring about in float16 and bfloat16."""
+_SOME = 1 << 22
+"""So many numbers are compared at a time: copies of all of a language model's logits would take memory."""
 _UNEVEN = {"_standard_gamma", "poisson", "binomial", "_sample_dirichlet", "geometric_", "_sample_poisson"}
 """Random functions that draw more or fewer numbers by the values of their arguments, so that others shift."""
 
@@ -53,7 +55,7 @@ def compare_losses(
     """Compute the loss again with other examples, chosen by ``number``; return what could not be found out.
 
     ``actual`` are the gradients of the loss at the model's outputs, in the order of the sources that have a place in
-    the graph; ``None`` if they are not known.
+    the graph; ``None`` if they are not known. The list is emptied when they are not needed any more.
 
     Raises:
         ValueError: If examples change the gradients of others.
@@ -74,6 +76,9 @@ def compare_losses(
     plain = repetition.run(torch.arange(recorder.rows), None)
     if plain is None or not _same_loss(plain, loss, actual):
         return Findings([not_repeated("computing it a second time gave something else")])
+    if actual is not None:
+        actual.clear()
+    plain.gradients = [set_aside(each) for each in plain.gradients]
     tried, changed, uneven = 0, set(), False
     for half, row in _replacements(recorder, number):
         index = torch.arange(recorder.rows)
@@ -83,6 +88,7 @@ def compare_losses(
             tried += 1
             changed |= {place for place, value in plain.python.items() if not _equal(value, other.python[place])}
             uneven |= not _compare(recorder, plain, other, index)
+        del other  # before the next one is made
     places = [place for place, call in enumerate(recorder.calls) if isinstance(call, Call) and call.made & needed]
     taken = [recorder.calls[place] for place in changed if place < max(places)]
     notes = limits_of(recorder, needed)
@@ -102,7 +108,8 @@ def _replacements(recorder: Recorder, number: int) -> Iterator[tuple[Tensor, int
     carrying = [source for source in recorder.sources if source.axis is not None and source.value.numel()]
     for source in sorted(carrying, key=lambda each: each.value.numel()):
         if not source.value.is_complex():
-            sums = by_row(source.value, source.axis or 0, rows).double().nan_to_num().sum(1)
+            columns = by_row(source.value, source.axis or 0, rows).split(max(1, _SOME // rows), 1)
+            sums = torch.stack([some.double().nan_to_num().sum(1) for some in columns]).sum(0)
             standing_out |= {int(sums.argmax()): None, int(sums.argmin()): None}
     chosen = [*standing_out, *range(rows)][:_REPLACEMENTS]
     first, second = halves(rows, number)
@@ -136,7 +143,8 @@ def _compare(recorder: Recorder, plain: RepeatedPass, other: RepeatedPass, index
             continue
         shape = first if first is not None else second
         assert shape is not None
-        one, two = (torch.zeros_like(shape) if each is None else each for each in (first, second))
+        zero = torch.zeros((), dtype=shape.dtype, device=shape.device).expand(shape.shape)  # no memory
+        one, two = (zero if each is None else each for each in (first, second))
         how = _change(one, two, order, rows)
         if how > 0:
             raise ValueError(
@@ -157,15 +165,19 @@ def _change(first: Tensor, second: Tensor, order: Tensor, which: Tensor) -> floa
     axis = axis_of_rows(first, rows)
     if first.shape != second.shape or axis is None or first.is_complex():
         return 0.0
-    one = by_row(first.detach(), axis, rows).double()[order.to(first.device)][which.to(first.device)]
-    two = by_row(second.detach(), axis, rows).double()[which.to(first.device)]
-    finite = one.isfinite().all(1) & two.isfinite().all(1)
-    one, two = one[finite], two[finite]
-    if not one.numel():
+    device, gaps, sizes, finite = second.device, [], [], []
+    columns = (by_row(each, axis, rows).split(max(1, _SOME // rows), 1) for each in (first, second))
+    for one, two in zip(*columns, strict=True):
+        one = one[order.to(one.device)][which.to(one.device)].to(device).double()
+        two = two[which.to(device)].double()
+        finite.append(one.isfinite().all(1) & two.isfinite().all(1))
+        gaps.append((one - two).abs().amax(1))
+        sizes.append(torch.maximum(one.abs().amax(1), two.abs().amax(1)))
+    if not finite or not bool((kept := torch.stack(finite).all(0)).any()):
         return 0.0
-    gaps, sizes = (one - two).abs().amax(1), torch.maximum(one.abs().amax(1), two.abs().amax(1))
-    scale = sizes + 1e-9 * float(sizes.max())
-    share = torch.where(gaps > 0, gaps / scale.clamp(min=torch.finfo(torch.float64).tiny), 0)
+    gap, size = (torch.stack(each).amax(0)[kept] for each in (gaps, sizes))
+    scale = size + 1e-9 * float(size.max())
+    share = torch.where(gap > 0, gap / scale.clamp(min=torch.finfo(torch.float64).tiny), 0)
     largest = float(share.max())
     return largest if largest > (_SLACK_OF_HALVES if is_short(first) else SLACK) else 0.0
 
@@ -177,13 +189,24 @@ def _same_loss(plain: RepeatedPass, loss: Tensor, actual: list[Tensor | None] | 
     if actual is None:
         return any(each is not None for each in plain.gradients)
     for one, two in zip(plain.gradients, actual, strict=True):
-        if (one is None) != (two is None) and float((one if one is not None else two).abs().max()) > 0:  # type: ignore[union-attr]
-            return False
-        if one is not None and two is not None:
-            size = float(two.abs().max()) if two.numel() else 0.0
-            if math.isfinite(size) and float((one - two).abs().max() if two.numel() else 0.0) > 1e-2 * size:
+        if one is None or two is None:
+            if one is not two and _largest(one if one is not None else two) > 0:
                 return False
+            continue
+        size = _largest(two)
+        if math.isfinite(size) and _largest_gap(one, two) > 1e-2 * size:
+            return False
     return True
+
+
+def _largest(tensor: Tensor | None) -> float:
+    """Return the largest absolute value; without the memory that ``abs`` takes."""
+    return float(torch.linalg.vector_norm(tensor, ord=math.inf)) if tensor is not None and tensor.numel() else 0.0
+
+
+def _largest_gap(first: Tensor, second: Tensor) -> float:
+    parts = zip(first.reshape(-1).split(_SOME), second.reshape(-1).split(_SOME), strict=True)
+    return max((float((one - two.to(one.device)).abs().max()) for one, two in parts if len(one)), default=0.0)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -1,0 +1,77 @@
+"""A step whose loss is checked takes little more memory than a plain one, however large the model's outputs are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dphero import PrivacyEngine
+from dphero.checks.loss import replay
+from dphero.numerics import products
+from tests.live_bytes import LiveBytes
+
+ROWS, LENGTH, WORDS, WIDTH, DEPTH = 8, 32, 2048, 64, 8
+
+
+class LanguageModel(nn.Module):
+    """As in GPT-2, activations take some six times the memory of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(DEPTH)
+        )
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    optimizer.zero_grad()
+    logits = model(ids)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    del logits
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[float]]:
+    """The peak of a plain step, and of the first six private ones, in copies of the logits."""
+    monkeypatch.setattr(replay, "_SOME", 1 << 14)  # small beside the logits, as it is beside those of a real model
+    monkeypatch.setattr(products, "_SOME", 1 << 14)
+    torch.manual_seed(0)
+    ids, copy = torch.randint(WORDS, (6 * ROWS, LENGTH)), 4 * ROWS * LENGTH * WORDS
+    model = LanguageModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LiveBytes() as live:
+        step(model, optimizer, ids[:ROWS])
+    plain = live.peak / copy
+    optimizer.zero_grad()
+    _, _, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=TensorDataset(ids), noise_multiplier=1.0, max_grad_norm=1.0,
+        expected_batch_size=ROWS, dataset_size="public", sampling="shuffle",
+    )  # fmt: skip
+    private = []
+    for (batch,) in loader:
+        with LiveBytes() as live:
+            step(model, optimizer, batch)
+        private.append(live.peak / copy)
+    return plain, private
+
+
+def test_checks_take_little_memory_beside_logits(steps: tuple[float, list[float]]) -> None:
+    plain, private = steps
+    assert len(private) == 6
+    *checked, usual, _ = private  # four losses are computed again; before the first, the model is examined
+    assert max(checked) < plain + 3.5  # outputs, their gradients, and those of two graphs
+    assert usual < plain + 0.5
