@@ -30,7 +30,7 @@ from dphero.checks.independence import IndependenceCheck
 from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
 from dphero.functional.unbatched import CannotFollowError
 from dphero.functional.vmap import vmapped
-from dphero.numerics.cuda_cache import cache_emptied
+from dphero.numerics.buffers import cache_emptied
 
 if TYPE_CHECKING:
     from dphero.hooks.taps import Taps

@@ -40,7 +40,7 @@ from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
 from dphero.checks.loss.repetition import set_aside
 from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
-from dphero.numerics.cuda_cache import cache_emptied
+from dphero.numerics.buffers import cache_emptied
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
 logger = logging.getLogger(__name__)
