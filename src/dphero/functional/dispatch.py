@@ -18,6 +18,7 @@ from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
+from dphero.functional.row_form import Call, row_form
 from dphero.functional.rules import PRODUCTS, PieceRule, piece_rules
 from dphero.functional.unbatched import CannotFollowError, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
@@ -37,6 +38,7 @@ class _FollowedCall:
         self._taps, self._operation, self._tensors, self._args, self._kwargs = taps, operation, tensors, args, kwargs
         self._unbatched = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
         self._inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
+        self._forms = {id(tensor): tensor.value.form for tensor in self._unbatched}
         self._path, self._label = self._unbatched[0].path, self._unbatched[0].label
         self._origins = list({id(origin): origin for each in self._unbatched for origin in each.value.origins}.values())
 
@@ -69,7 +71,8 @@ class _FollowedCall:
                 return value
             if id(value) in batched:
                 return value.detach()
-            return UnbatchedTensor.wrap(Unbatched(value, self._origins, taps), taps, self._path, self._label)
+            form = row_form(operation.func, Call(self._args, kwargs, self._forms, value))
+            return UnbatchedTensor.wrap(Unbatched(value, self._origins, taps, form), taps, self._path, self._label)
 
         return wrap(out) if isinstance(out, Tensor) else tree_map(wrap, out)
 
