@@ -18,12 +18,12 @@ from dphero.batch_axis.axis import BatchAxis
 from dphero.batch_axis.plan import Key, UnknownCallError
 from dphero.functional.context import Context, GradientSink
 from dphero.functional.operation import Operation
-from dphero.functional.row_form import Call, row_form
 from dphero.functional.rules import PRODUCTS, PieceRule, piece_rules
 from dphero.functional.unbatched import CannotFollowError, ParameterOrigin, Unbatched, UnbatchedTensor, plain
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import as_multiplied, widened
+from dphero.row_form.form import Call, row_form
 
 
 def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class _FollowedCall:
             self._make_writable(target)
             operation.run([plain(tensor) for tensor in self._tensors])
             return None if operation.name == "__setitem__" else target
-        if operation.name == "__setitem__" or "out" in kwargs:
+        if operation.name == "__setitem__" or kwargs.get("out") is not None:
             raise self._refused()
         known = taps.axis_lookup.next(key)
         if known is not None and known[0][1] is not None:

@@ -3,7 +3,7 @@
 A value v = f(p) without a batch axis (standardised weights, a product of low-rank matrices) has per-example gradients
 ĝ_i, and those of the parameter are g_i = Jᵀ ĝ_i. That is linear: so the weighted sum Σ w_i g_i = Jᵀ Σ w_i ĝ_i takes
 one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them;
-none where f keeps rows apart in a simple way (:mod:`dphero.functional.row_norms`).
+none where f keeps rows apart in a simple way (:mod:`dphero.row_form.norms`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.functional.row_norms import ROUNDINGS, RowSums, pulled_square_norms, row_scales
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
+from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, row_scales
 
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
 """Elements of gradients to handle at a time."""

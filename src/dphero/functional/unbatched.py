@@ -20,12 +20,12 @@ from torch import Tensor
 from dphero.functional.context import Context, GradientSink, Owner
 from dphero.functional.operation import take_apart
 from dphero.functional.pulled import Pulled, is_single, pulled
-from dphero.functional.row_form import RowForm, leaf_form
-from dphero.functional.row_norms import RowSums
 from dphero.functional.rules import SIMPLER
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import full_precision
+from dphero.row_form.form import RowForm, leaf_form
+from dphero.row_form.norms import RowSums
 
 _LARGE = 1 << 22
 """Elements of per-example gradients, of a value and of what it is made from, above which they are not all formed."""
@@ -106,9 +106,7 @@ class LayerOrigin(Origin):
 class Unbatched:
     """The plain tensor behind a :class:`UnbatchedTensor`, and its origins."""
 
-    def __init__(
-        self, plain: Tensor, origins: Sequence[Origin], taps: Context, form: RowForm | None = None
-    ) -> None:
+    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context, form: RowForm | None = None) -> None:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
         self._form, self._version = form, plain._version
 

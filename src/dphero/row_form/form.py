@@ -6,7 +6,7 @@ A value v has *row form* of degree d in a leaf p if, with one row of v for each 
 
 Standardised, centred and normalised weights are of degree 1. Their Jacobian then is, for each row, a multiple of the
 identity and what lies in span{1, p_r}: norms need no more of a gradient than its length and two of its products
-(:mod:`dphero.functional.row_norms`). The a_er may also depend on leaves with one number for each row (gains).
+(:mod:`dphero.row_form.norms`). The a_er may also depend on leaves with one number for each row (gains).
 
 Only operations that keep the form whatever the numbers are have a rule here, so that it holds in every step.
 """
@@ -195,7 +195,7 @@ def _norm(call: Call) -> RowForm | None:
 
 @_rule("", F.normalize)
 def _normalised(call: Call) -> RowForm | None:
-    def known(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> RowForm | None:
+    def known(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None) -> RowForm | None:
         form = call.form(input)
         fits = form is not None and p == 2 and form.degree < 2 and (form.axis, dim % input.dim()) == (0, 1)
         return form if fits and input.dim() == 2 else None
