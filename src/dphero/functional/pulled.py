@@ -19,7 +19,7 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
-from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, row_scales
+from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, scales_rows
 
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 26
 """Elements of gradients to handle at a time."""
@@ -94,9 +94,8 @@ class Pulled(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         size = max(self._value.numel(), self._leaf.numel())
         count = max(1, (_CPU_BUFFER if self._value.device.type == "cpu" else _GPU_BUFFER) // size)
-        scales = None if self._rows is None else row_scales(geometry, self._value.detach())
-        if self._rows is not None and scales is not None:
-            return pulled_square_norms(self._rows, self._pull, self._value.shape, geometry, scales, count)
+        if self._rows is not None and scales_rows(geometry):
+            return pulled_square_norms(self._rows, self._pull, self._value.shape, geometry, count)
         probe = distinct_numbers(self._value).to(self._value.dtype).unsqueeze(0)
         room = self._pull(probe).abs().amax() * (ROUNDINGS * torch.finfo(probe.dtype).eps / geometry.smallest)
         squares = []

@@ -43,13 +43,11 @@ _DISTRUST = 10.0
 """How much more than what is seen to be missing on some numbers may be missing on others."""
 
 
-def row_scales(geometry: Geometry, like: Tensor) -> Tensor | None:
-    """Return what A⁻¹ multiplies each row by; ``None`` if that is not all it does."""
-    if geometry.is_identity:
-        return like.new_ones(geometry.rows)
-    if geometry.flat is not None or geometry.right is not None or not isinstance(geometry.left, Diagonal | Scalar):
-        return None
-    return geometry.left.whiten(like.new_ones(geometry.rows))
+def scales_rows(geometry: Geometry) -> bool:
+    """Tell whether A⁻¹ multiplies each row by a number, and does nothing else."""
+    if geometry.flat is not None or geometry.right is not None:
+        return False
+    return geometry.left is None or isinstance(geometry.left, Diagonal | Scalar)
 
 
 class RowSums:
@@ -151,45 +149,42 @@ def _examined(into: Tensor, pull: Callable[[Tensor], Tensor], shape: torch.Size)
     """Find Jᵀ from what it makes of √columns · Q and of some numbers z, of the value's shape."""
     _, rows, columns = into.shape
     out = pull(into.view(3, *shape)).reshape(3, rows, -1)
-    of_into = torch.bmm(into[:2].permute(1, 0, 2), into[2].unsqueeze(2)).div_(columns)  # z along Q, (rows, 2, 1)
+    turned = into.transpose(0, 1)
+    own = torch.bmm(turned, turned.mT).div_(columns)
     scale: Tensor | None
     if out.shape[2] == columns:
-        scale, squares, gaps = _of_rows(into.transpose(0, 1), out.transpose(0, 1), of_into)
+        scale, squares, gaps = _of_rows(turned, own, out.transpose(0, 1))
     else:  # one number for each row
         images = out[:2, :, 0].T
         scale, squares = None, images.unsqueeze(2) * images.unsqueeze(1) / columns
-        gaps = out[2, :, 0] - (of_into[:, :, 0] * images).sum(1)
+        gaps = out[2, :, 0] - (own[:, :2, 2] * images).sum(1)
     missing, size = torch.linalg.vector_norm(gaps), torch.linalg.vector_norm(out)
     rounding = size * (ROUNDINGS * torch.finfo(out.dtype).eps)
-    missing = torch.where(missing <= rounding, 0, missing * _DISTRUST)
-    return _Map(scale, squares, missing)
+    return _Map(scale, squares, missing * (missing > rounding))  # NaN stays
 
 
-def _of_rows(into: Tensor, out: Tensor, along: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return s, DᵀD, and what Jᵀ made of [Q, z] otherwise than s and D say: of these, and inside the span.
+def _of_rows(into: Tensor, own: Tensor, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return s, DᵀD, and what Jᵀ made of [Q, z] otherwise than s and D say, and than in the span.
 
     Args:
         into: √columns · Q and z, of shape ``(rows, 3, columns)``;
+        own: their products, divided by the number of columns;
         out: what Jᵀ makes of them.
-        along: How much of z there is of each vector in Q, times √columns.
     """
     columns = into.shape[2]
-    cross, own = torch.bmm(into, out.mT).div_(columns), torch.bmm(out, out.mT).div_(columns)
-    across = torch.linalg.vector_norm(into[:, 2], dim=1).square_().div_(columns) - along.square().sum((1, 2))
-    scale = (cross[:, 2, 2] - (along[:, :, 0] * cross[:, :2, 2]).sum(1)) / across
-    inside = cross[:, :2, :2].mT  # row j: image j along Q
-    # images are inside the span; of z, what is along Q has these images, and the rest is scaled
-    expected = torch.zeros_like(cross)
-    expected[:, :2, :2] = inside
-    apart = inside.clone()
-    apart.diagonal(dim1=1, dim2=2).sub_(scale.unsqueeze(1))
-    expected[:, 2:, :2] = along.mT @ apart
-    expected[:, 2, 2] = scale
-    return scale, own[:, :2, :2], torch.baddbmm(out, expected, into, alpha=-1)
+    cross, squares = torch.bmm(into, out.mT).div_(columns), torch.bmm(out[:, :2], out[:, :2].mT).div_(columns)
+    along = own[:, 2:, :2]  # of z, in the span; the rest of it is scaled
+    scale = torch.baddbmm(cross[:, 2:, 2:], along, cross[:, :2, 2:], alpha=-1)
+    scale = scale / torch.baddbmm(own[:, 2:, 2:], along, own[:, :2, 2:], alpha=-1)
+    expected = torch.zeros_like(cross)  # of each in `out`, in terms of `into`
+    expected[:, :2, :2] = cross[:, :2, :2].mT
+    expected[:, 2:, :2] = torch.baddbmm(along * scale, along, expected[:, :2, :2], beta=-1)
+    expected[:, 2:, 2:] = scale
+    return scale[:, 0, 0], squares, torch.baddbmm(out, expected, into, alpha=-1)
 
 
 def pulled_square_norms(
-    sums: RowSums, pull: Callable[[Tensor], Tensor], shape: torch.Size, geometry: Geometry, scales: Tensor, count: int
+    sums: RowSums, pull: Callable[[Tensor], Tensor], shape: torch.Size, geometry: Geometry, count: int
 ) -> Tensor:
     """Return ‖A⁻¹ Jᵀ ĝ_i‖² for each example, and room for what rounding may have taken.
 
@@ -197,14 +192,17 @@ def pulled_square_norms(
         sums: What is known of the ĝ_i.
         pull: Returns Jᵀ of each of several gradients of the value;
         shape: the value's shape.
-        geometry: A;
-        scales: what A⁻¹ multiplies each row by.
+        geometry: A, which :func:`scales_rows`.
         count: How many examples to handle at a time.
     """
     with matmul_tf32(sums.main, allow=False):
         span = sums.span()
         found = _examined(span, pull, shape)
-        factor = scales.square()
-        scale = None if found.scale is None else found.scale.square() * factor
-        norms, lengths = sums.norms(span, scale, found.squares * factor.view(-1, 1, 1), count)
-        return torch.addcmul(norms, lengths, found.missing / geometry.smallest).square_()
+        scale = None if found.scale is None else found.scale.square()
+        squares = found.squares
+        if geometry.left is not None:
+            factor = geometry.left.whiten(squares.new_ones(len(squares))).square()
+            scale, squares = None if scale is None else scale * factor, squares * factor.view(-1, 1, 1)
+        norms, lengths = sums.norms(span, scale, squares, count)
+        missing = (found.missing / geometry.smallest).to(norms.dtype)
+        return torch.addcmul(norms, lengths, missing, value=_DISTRUST).square_()
