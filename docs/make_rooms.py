@@ -35,6 +35,7 @@ SUBJECTS = {
     "mechanism": "clip, sum, add noise, write the ledger",
     "layers": "rule per layer",
     "functional": "rule per function",
+    "row_form": "weights computed row by row",
     "guidance": "shape of the noise",
     "noise": "Gaussian sources",
     "sampling": "who is in a lot",
@@ -48,7 +49,18 @@ SUBJECTS = {
     "_imports": "code named by text",
 }
 SEES = {  # what flows through a room
-    "private": {"sampling", "hooks", "layers", "functional", "gradients", "batch_axis", "checks", "cuda_graphs", "run"},
+    "private": {
+        "sampling",
+        "hooks",
+        "layers",
+        "functional",
+        "row_form",
+        "gradients",
+        "batch_axis",
+        "checks",
+        "cuda_graphs",
+        "run",
+    },
     "boundary": {"mechanism"},
     "released": {"guidance"},
 }

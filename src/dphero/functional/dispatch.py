@@ -23,6 +23,7 @@ from dphero.functional.unbatched import CannotFollowError, ParameterOrigin, Unba
 from dphero.functional.vmap import example_gradients
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import as_multiplied, widened
+from dphero.row_form.form import Call, row_form
 
 
 def follow(taps: Context, operation: Operation, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -37,6 +38,7 @@ class _FollowedCall:
         self._taps, self._operation, self._tensors, self._args, self._kwargs = taps, operation, tensors, args, kwargs
         self._unbatched = [tensor for tensor in tensors if isinstance(tensor, UnbatchedTensor)]
         self._inputs = [tensor for tensor in tensors if not isinstance(tensor, UnbatchedTensor)]
+        self._forms = {id(tensor): tensor.value.form for tensor in self._unbatched}
         self._path, self._label = self._unbatched[0].path, self._unbatched[0].label
         self._origins = list({id(origin): origin for each in self._unbatched for origin in each.value.origins}.values())
 
@@ -49,7 +51,7 @@ class _FollowedCall:
             self._make_writable(target)
             operation.run([plain(tensor) for tensor in self._tensors])
             return None if operation.name == "__setitem__" else target
-        if operation.name == "__setitem__" or "out" in kwargs:
+        if operation.name == "__setitem__" or kwargs.get("out") is not None:
             raise self._refused()
         known = taps.axis_lookup.next(key)
         if known is not None and known[0][1] is not None:
@@ -69,7 +71,8 @@ class _FollowedCall:
                 return value
             if id(value) in batched:
                 return value.detach()
-            return UnbatchedTensor.wrap(Unbatched(value, self._origins, taps), taps, self._path, self._label)
+            form = row_form(operation.func, Call(self._args, kwargs, self._forms, value))
+            return UnbatchedTensor.wrap(Unbatched(value, self._origins, taps, form), taps, self._path, self._label)
 
         return wrap(out) if isinstance(out, Tensor) else tree_map(wrap, out)
 

@@ -2,7 +2,8 @@
 
 A value v = f(p) without a batch axis (standardised weights, a product of low-rank matrices) has per-example gradients
 ĝ_i, and those of the parameter are g_i = Jᵀ ĝ_i. That is linear: so the weighted sum Σ w_i g_i = Jᵀ Σ w_i ĝ_i takes
-one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them.
+one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them;
+none where f keeps rows apart in a simple way (:mod:`dphero.row_form.norms`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
+from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, scales_rows
 
-_CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 24
+_CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 25
 """Elements of gradients to handle at a time; what they are computed from takes some times as much."""
-_ROUNDINGS = 32
-"""Units of rounding that a pass through f may lose, of what goes in."""
 
 
 def is_single(value: Tensor) -> bool:
@@ -67,11 +67,19 @@ class Pulled(Piece):
         inner: The per-example gradients ĝ_i.
         n: Their number.
         collecting: Inside it, gradients may reach the leaf.
+        rows: What norms need of the ĝ_i if v has row form.
     """
 
     def __init__(
-        self, value: Tensor, leaf: Tensor, inner: Piece, n: int, collecting: Callable[[], AbstractContextManager[None]]
+        self,
+        value: Tensor,
+        leaf: Tensor,
+        inner: Piece,
+        n: int,
+        collecting: Callable[[], AbstractContextManager[None]],
+        rows: RowSums | None = None,
     ) -> None:
+        self._rows = rows
         self._value, self._leaf, self._inner, self._n, self._collecting = value, leaf, inner, n, collecting
         self.shape = leaf.shape
 
@@ -86,8 +94,10 @@ class Pulled(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         size = max(self._value.numel(), self._leaf.numel())
         count = max(1, (_CPU_BUFFER if self._value.device.type == "cpu" else _GPU_BUFFER) // size)
+        if self._rows is not None and scales_rows(geometry):
+            return pulled_square_norms(self._rows, self._pull, self._value.shape, geometry, count)
         probe = distinct_numbers(self._value).to(self._value.dtype).unsqueeze(0)
-        room = self._pull(probe).abs().amax() * (_ROUNDINGS * torch.finfo(probe.dtype).eps / geometry.smallest)
+        room = self._pull(probe).abs().amax() * (ROUNDINGS * torch.finfo(probe.dtype).eps / geometry.smallest)
         squares = []
         for gradients in self._inner.some_at_a_time(self._n, count):
             rounds = torch.linalg.vector_norm(by_example(gradients), dim=1).mul_(room)

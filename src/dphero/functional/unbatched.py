@@ -24,6 +24,8 @@ from dphero.functional.rules import SIMPLER
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import full_precision
+from dphero.row_form.form import RowForm, leaf_form
+from dphero.row_form.norms import RowSums
 
 _LARGE = 1 << 22
 """Elements of per-example gradients, of a value and of what it is made from, above which they are not all formed."""
@@ -104,8 +106,16 @@ class LayerOrigin(Origin):
 class Unbatched:
     """The plain tensor behind a :class:`UnbatchedTensor`, and its origins."""
 
-    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context) -> None:
+    def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context, form: RowForm | None = None) -> None:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
+        self._form, self._version = form, plain._version
+
+    @property
+    def form(self) -> RowForm | None:
+        """Its row form, if it is known to have one, and was not changed since."""
+        if self.plain is self.origins[0].leaf:
+            return leaf_form(self.plain)
+        return self._form if self.plain._version == self._version else None
 
     def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, that the value is combined with the batch once more."""
@@ -125,8 +135,9 @@ class Unbatched:
     def _pull(self, tape: GradientSink, piece: Piece) -> None:
         leaves, n = [origin.leaf for origin in self.origins], tape.rows
         if n * (self.plain.numel() + sum(leaf.numel() for leaf in leaves)) > _LARGE and is_single(self.plain):
+            rows = self._row_sums(piece, n)
             for origin in self.origins:
-                origin.take(tape, Pulled(self.plain, origin.leaf, piece, n, self._taps.collecting))
+                origin.take(tape, Pulled(self.plain, origin.leaf, piece, n, self._taps.collecting, rows))
             return
         gradients = piece.instantiate().to(self.plain.dtype)
         with full_precision(), self._taps.collecting():
@@ -134,6 +145,12 @@ class Unbatched:
         for origin, gradient in zip(self.origins, found, strict=True):
             if gradient is not None:
                 origin.take(tape, Explicit(gradient))
+
+    def _row_sums(self, piece: Piece, n: int) -> RowSums | None:
+        form = self.form
+        if form is None or form.main is None or form.axis or form.degree > 1:
+            return None
+        return RowSums(piece, n, form.main) if RowSums.fits(self.plain, form.main) else None
 
 
 class UnbatchedTensor(torch.Tensor):

@@ -48,15 +48,18 @@ class Outer(Piece):
         return self._kept
 
     def square_norms(self, geometry: Geometry) -> Tensor:
-        _, positions, rows = self.left.shape
-        columns = self.right.shape[-1]
         if geometry.flat is not None:
             return whitened_squares(self.instantiate(), geometry)
-        if positions == 1:
+        if self.left.shape[1] == 1:
             return rank_one_norms({"": self.lengths(geometry)})[""]
-        if positions * (rows + columns) < rows * columns:
+        if self.gram_is_cheaper():
             return self.gram_norms(geometry).at_most
         return whitened_squares(self.instantiate(), geometry)
+
+    def gram_is_cheaper(self) -> bool:
+        """Tell whether norms are taken from left and right: no gradient formed."""
+        positions, rows, columns = *self.left.shape[1:], self.right.shape[-1]
+        return positions * (rows + columns) < rows * columns
 
     def lengths(self, geometry: Geometry) -> tuple[PartialNorm, ...]:
         """Return what the norms of left and right are made of, where g_i is a single product: ``(left, right)``.

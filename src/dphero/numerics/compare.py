@@ -39,3 +39,9 @@ def is_short(*tensors: Tensor) -> bool:
 def distinct_numbers(like: Tensor) -> Tensor:
     """Return numbers that differ from entry to entry, in the shape of a tensor: weights that tell entries apart."""
     return torch.arange(1.0, like.numel() + 1, device=like.device).cos_().reshape(like.shape)
+
+
+def scattered_numbers(like: Tensor) -> Tensor:
+    """Return numbers between -1 and 1 without any order, always the same ones, in the shape of a tensor."""
+    places = torch.arange(1.0, like.numel() + 1, device=like.device)
+    return places.square_().sin_().to(like.dtype).reshape(like.shape)
