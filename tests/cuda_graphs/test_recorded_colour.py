@@ -81,6 +81,19 @@ def test_a_geometry_of_another_form_is_recorded_anew(made: list[int]) -> None:
     assert len(made) == 2
 
 
+def test_a_geometry_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, follow = [], recorded_colour.LiveGeometry.follow
+
+    def counted(self: Any, geometry: Mapping[str, Geometry]) -> bool:
+        copied.append(geometry)
+        return follow(self, geometry)
+
+    monkeypatch.setattr(recorded_colour.LiveGeometry, "follow", counted)
+    colour, geometries = RecordedColour(), [shapes(0), shapes(1), shapes(2)]
+    assert all(same(colour, geometries[step // 5], step) for step in range(15))
+    assert len(copied) == 2
+
+
 def test_isotropic_noise_is_left_as_it_is(made: list[int]) -> None:
     colour = RecordedColour()
     assert all(same(colour, {"a": identity((3,)), "b": identity((2, 2))}, step) for step in range(8))
@@ -96,7 +109,6 @@ def test_where_it_cannot_be_recorded_the_geometry_itself_is_used(caplog: pytest.
 
 
 def test_a_recording_that_makes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_colour._Recording, "_replay", None, raising=False)
     made = recorded_colour._Recording.run
 
     def wrong(self: Any, noise: dict[str, Tensor]) -> None:

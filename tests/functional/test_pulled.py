@@ -15,7 +15,7 @@ from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import conv_piece
 from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Piece
-from tests.oracle.micro_batches import tapped
+from tests.oracle.micro_batches import Tapped, tapped
 from tests.oracle.test_zoo import check, loss, make
 
 NAMES = ["wide_resnet_with_standardised_weights", "weight_norm", "weight_norm_conv", "weight_norm_by_hook", "lora"]
@@ -58,6 +58,32 @@ def test_what_a_shorter_format_rounds_is_summed_as_it_is_measured() -> None:
     found = tapped(Short(), (torch.randn(7, 5),), loss)
     for piece in found.pieces.values():
         assert not isinstance(piece, Pulled)
+
+
+class Own(nn.Module):
+    """A convolution of a standardised weight, by a user; or of one that couples rows, whose norms are pulled back."""
+
+    def __init__(self, coupled: bool) -> None:
+        super().__init__()
+        self.weight, self.coupled = nn.Parameter(torch.randn(6, 2, 3, 3)), coupled
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean(0 if self.coupled else (1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight).mean((2, 3))
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_norms_are_the_same_where_backward_is_called_under_autocast(coupled: bool) -> None:
+    """Else products that norms are made of would be rounded to bfloat16."""
+    torch.manual_seed(0)
+    module, x = Own(coupled), torch.randn(5, 2, 8, 8)
+    with Tapped(module, 5) as model:
+        for enabled in (False, True):
+            value = loss(module, x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                value.backward()
+    first, second = (found.square_norms["weight"] for found in model.found)
+    assert torch.equal(first, second)
 
 
 def standardised(weight: Tensor) -> Tensor:

@@ -30,24 +30,36 @@ class RecordedColour:
 
     def __init__(self) -> None:
         self._made: _Recording | None = None
+        self._followed: Mapping[str, Geometry] | None = None
         self._calls, self._given_up = 0, False
 
     def __call__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
         """Replace each z by A z, in place."""
-        shaped = {name: shape for name, shape in geometry.items() if not shape.is_identity}
         self._calls += 1
-        if not shaped or self._given_up or self._calls <= _FIRST or not _may_be_recorded(noise.values()):
+        if self._given_up or self._calls <= _FIRST or not _may_be_recorded(noise.values()):
             colour_all_(geometry, noise)
             return
-        if self._made is None or not self._made.live.follow(shaped):
-            try:
-                self._made = _Recording(shaped, noise)
-            except (RuntimeError, ValueError) as error:
-                self._made, self._given_up = None, True
-                logger.info("Noise is coloured without a recording: %s", str(error).partition("\n")[0])
-                colour_all_(geometry, noise)
-                return
-        self._made.run(noise)
+        try:
+            self._follow(geometry, noise)
+        except (RuntimeError, ValueError) as error:
+            self._made, self._given_up = None, True
+            logger.info("Noise is coloured without a recording: %s", str(error).partition("\n")[0])
+            colour_all_(geometry, noise)
+            return
+        if self._made is not None:
+            self._made.run(noise)
+
+    def _follow(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
+        """Let the recording be that of this geometry; leave it out if there is nothing to colour."""
+        if geometry is self._followed:
+            return
+        shaped = {name: shape for name, shape in geometry.items() if not shape.is_identity}
+        if not shaped:
+            self._made = None
+        elif self._made is None or not self._made.live.follow(shaped):
+            self._made = None  # its memory is needed
+            self._made = _Recording(shaped, noise)
+        self._followed = geometry
 
 
 class _Recording:

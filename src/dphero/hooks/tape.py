@@ -126,9 +126,9 @@ class Tape:
         self._late.append(work)
 
     def _finish(self) -> None:
-        while self._late:
-            self._late.pop()()
         with full_precision():
+            while self._late:
+                self._late.pop()()
             for name, pieces in self._arrived.items():
                 self._take(name, combine(pieces))
             if self._small:
