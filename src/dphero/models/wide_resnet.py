@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from dphero._checks import one_of
 from dphero.geometry.diagonal import Scalar
@@ -28,7 +29,7 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
-from dphero.numerics.precision import as_multiplied, matmul_tf32
+from dphero.numerics.precision import as_multiplied, conv_tf32, matmul_tf32
 from dphero.numerics.products import product
 
 _EPSILON = 1e-4
@@ -76,8 +77,9 @@ def standardised_convolution(call: LayerCall, x: Tensor) -> Tensor:
         return {"weight": Standardised(Convolution(x, scaled, arguments, room), weight, out)}
 
     out = F.conv2d(x, weight, None, module.stride, arguments.padding)
-    # under autocast the output is rounded too much to be of use
-    return call.tap(lambda: out, make, *((x, out) if out.dtype == weight.dtype else (x,)))
+    # under autocast, and in TF32, the output is rounded too much to be of use
+    exact = out.dtype == weight.dtype and not (out.is_cuda and cudnn.allow_tf32)
+    return call.tap(lambda: out, make, *((x, out) if exact else (x,)))
 
 
 class Standardised(Piece):
@@ -111,7 +113,9 @@ class Standardised(Piece):
         factors = (geometry.left, geometry.right, geometry.flat)
         if all(factor is None or isinstance(factor, Scalar) for factor in factors):
             short = self.inner.delta.dtype != self.weight.dtype
-            return (self._sized() if short else self._unformed(out)) / geometry.smallest**2
+            # what is formed in TF32 is summed so too: only sums over these very gradients are right
+            formed = not self.inner.gram_is_cheaper() and (out is None or self.inner.forming_error() > 0)
+            return (self._sized() if short or formed else self._unformed(out)) / geometry.smallest**2
         squares = []
         for gradients in self.inner.some_at_a_time(len(self.inner.x), self._some()):
             kept, taken = self._undone(gradients)
@@ -130,24 +134,17 @@ class Standardised(Piece):
         x, delta, weight, arguments = self.inner.x, self.inner.delta, self.weight, self.inner.arguments
         kernel = weight.shape[2:]
         if out is None:
-            out = F.conv2d(x, weight, None, arguments.stride, arguments.padding)
+            with conv_tf32(x, allow=False):
+                out = F.conv2d(x, weight, None, arguments.stride, arguments.padding)
         ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
         mean = product(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / weight[0].numel() ** 0.5
         along = (delta * out).sum((2, 3))
         terms = torch.linalg.vector_norm(x.flatten(1), dim=1) * torch.linalg.vector_norm(delta.flatten(1), dim=1)
         fine = terms * (_ROUNDINGS * torch.finfo(x.dtype).eps * kernel.numel() ** 0.5)
 
-        # Write e for TF32's error, t² for what is taken away and b² for ŵ's share of it. Gradients that were formed
-        # with such products differ by e ‖h‖ at most from those that c and a belong to. Sums in full precision lose at
-        # most `fine`: the terms of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz;
-        # ‖ŵ‖ ≤ 1). So, beside `fine`,
-        #   - ‖h‖² may be too small by e ‖h‖² = e ‖g‖² + e t² (not by Gram, which takes full precision),
-        #   - t² may be too large by e b ‖h‖, as a is off (c is not: it has no short product).
-        # The sum sees the same h, so of the first only the share of t² counts; there is twice as much room as needed.
-        error = self.inner.forming_error()
-        whole_error = 0.0 if self.inner.gram_is_cheaper() else error
-        squares = self.inner.square_norms(identity(self.shape))
-        return self._square_norms(squares, mean, along, fine, error, whole_error)
+        # All products are in full precision, so sums lose at most `fine`: the terms of h, c and a are δ times patches
+        # of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1).
+        return self._square_norms(self.inner.square_norms(identity(self.shape)), mean, along, fine)
 
     def _sized(self) -> Tensor:
         """Return ‖g‖², with room for rounding, where products are exact: from h, some examples at a time."""
@@ -158,23 +155,14 @@ class Standardised(Piece):
         squares, mean, along = (torch.cat(parts) for parts in zip(*found, strict=True))
         return self._square_norms(squares, mean, along, squares.sqrt() * (_ROUNDINGS * torch.finfo(squares.dtype).eps))
 
-    def _square_norms(
-        self,
-        squares: Tensor,
-        mean: Tensor,
-        along: Tensor,
-        fine: Tensor,
-        error: float = 0.0,
-        whole_error: float = 0.0,
-    ) -> Tensor:
-        """Return ‖g‖² from ‖h‖², c and a, with room for the errors of the three."""
+    def _square_norms(self, squares: Tensor, mean: Tensor, along: Tensor, fine: Tensor) -> Tensor:
+        """Return ‖g‖² from ‖h‖², c and a, with room for what the sums in the three may lose."""
         size, tilt = self.weight.square().sum((1, 2, 3)), self.weight.sum((1, 2, 3)) / self.weight[0].numel() ** 0.5
-        turned = ((2 - size) * along.square()).sum(1)
-        taken = turned + (mean * (mean - 2 * tilt * along)).sum(1)
+        taken = ((2 - size) * along.square() + mean * (mean - 2 * tilt * along)).sum(1)
         whole, part = squares.sqrt(), taken.sqrt()
-        room = whole_error * taken + error * turned.sqrt() * whole + fine * (2 * part + whole + fine)
+        room = fine * (2 * part + whole + fine)
         norms = (squares - taken).clamp_(min=0).add_(room, alpha=2).sqrt_()
-        return norms.add_(error * part + 2 * fine).square_()
+        return norms.add_(2 * fine).square_()
 
     def _some(self) -> int:
         """Return of how many examples to have the gradients at once."""
