@@ -108,13 +108,35 @@ def test_where_it_cannot_be_recorded_the_geometry_itself_is_used(caplog: pytest.
     assert sum("without a recording" in record.message for record in caplog.records) == 1
 
 
-def test_a_recording_that_makes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recorded_colour._Recording.run
+def test_noise_is_the_same_to_the_bit_before_and_after_it_is_recorded() -> None:
+    colour, geometry, found = RecordedColour(), shapes(0), []
+    for _ in range(6):
+        noise = numbers(geometry, 1)
+        colour(geometry, noise)
+        found.append(noise)
+    assert all(torch.equal(each[name], found[0][name]) for each in found for name in geometry)
 
-    def wrong(self: Any, noise: dict[str, Tensor]) -> None:
-        made(self, noise)
-        noise["dense"].mul_(1.01)
 
-    monkeypatch.setattr(recorded_colour._Recording, "run", wrong)
-    colour = RecordedColour()
-    assert all(same(colour, shapes(0), step) for step in range(8))
+def test_a_recording_that_makes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    record = recorded_colour.Pool.record
+
+    def wrong(self: Any, work: Any) -> Any:
+        replay, result = record(self, work)
+        return lambda: (replay(), places[0].mul_(1.01)), result
+
+    monkeypatch.setattr(recorded_colour.Pool, "record", wrong)
+    colour, places = RecordedColour(), list[Tensor]()
+    for step in range(8):
+        if colour._made is not None:
+            places[:] = [colour._made._places["dense"]]
+        assert same(colour, shapes(0), step)
+    assert sum("something else" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_makes_what_each_geometry_makes(made: list[int]) -> None:
+    assert DEVICE.type == "cuda"
+    test_it_makes_what_each_geometry_makes(made)

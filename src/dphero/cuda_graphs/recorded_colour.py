@@ -16,41 +16,39 @@ logger = logging.getLogger(__name__)
 
 _DEVICES = ("cuda",)
 _FIRST = 3
-"""So many times as usual: libraries do then what they do at first use."""
+"""So many times without a recording: libraries do then what they do at first use."""
 _TOLERANCE = 1e-4
-"""Relative difference allowed between what a recording makes of some numbers and what the geometry does."""
+"""Relative difference allowed between what is made of some numbers from a copy of a geometry, and by that itself."""
 
 
 class RecordedColour:
     """Colours the noise of one release after another, in geometries of one form.
 
-    A recording reads the geometry from places of its own, into which each new one is copied. It is compared with the
-    geometry itself before it is trusted; where it cannot be made, noise is coloured as usual.
+    A geometry is copied to places of its own, which a recording can read. The same operations do it from there before
+    there is a recording, so that a resumed run, which begins without one, has the same noise to the bit. They are
+    compared with the geometry itself before they are trusted; where they cannot be, noise is coloured as usual.
     """
 
     def __init__(self) -> None:
         self._made: _Recording | None = None
         self._followed: Mapping[str, Geometry] | None = None
-        self._calls, self._given_up = 0, False
+        self._given_up = False
 
     def __call__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
         """Replace each z by A z, in place."""
-        self._calls += 1
-        if self._given_up or self._calls <= _FIRST or not _may_be_recorded(noise.values()):
-            colour_all_(geometry, noise)
-            return
-        try:
-            self._follow(geometry, noise)
-        except (RuntimeError, ValueError) as error:
-            self._made, self._given_up = None, True
-            logger.info("Noise is coloured without a recording: %s", str(error).partition("\n")[0])
-            colour_all_(geometry, noise)
-            return
-        if self._made is not None:
-            self._made.run(noise)
+        if not self._given_up and _may_be_recorded(noise.values()):
+            try:
+                self._follow(geometry, noise)
+                if self._made is not None:
+                    self._made.run(noise)
+                return
+            except (RuntimeError, ValueError) as error:  # nothing was coloured
+                self._made, self._given_up = None, True
+                logger.info("Noise is coloured without a recording: %s", str(error).partition("\n")[0])
+        colour_all_(geometry, noise)
 
     def _follow(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
-        """Let the recording be that of this geometry; leave it out if there is nothing to colour."""
+        """Take over the values of this geometry."""
         if geometry is self._followed:
             return
         shaped = {name: shape for name, shape in geometry.items() if not shape.is_identity}
@@ -63,28 +61,49 @@ class RecordedColour:
 
 
 class _Recording:
-    """What colours tensors in places of its own."""
+    """What colours tensors in places of its own: by one operation after another at first, then by a recording."""
 
     def __init__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
-        device = next(iter(noise.values())).device
-        self.live = LiveGeometry(geometry, device)
+        self._device = next(iter(noise.values())).device
+        self.live = LiveGeometry(geometry, self._device)
         self._places = {name: noise[name].clone() for name in geometry}
+        self._runs, self._replay = 0, self._one_after_another
+        found = {name: noise[name].clone() for name in geometry}
+        self._colour(found)
         expected = {name: noise[name].clone() for name in geometry}
         colour_all_(geometry, expected)
-        self._pool = Pool(device)
-        self._replay, _ = self._pool.record(lambda: colour_all_(self.live.live, self._places))
-        found = {name: part.clone() for name, part in noise.items() if name in geometry}
-        self.run(found)
-        gaps = [(found[name] - part).norm() / part.norm().clamp(min=1e-30) for name, part in expected.items()]
-        gap = float(torch.stack(gaps).max())
-        if not gap <= _TOLERANCE:
-            raise ValueError(f"replayed, it makes something else of noise, by {gap:.2g} of its size")
+        _require_same(found, expected)
 
     def run(self, noise: Mapping[str, Tensor]) -> None:
+        """Replace each z by A z; where that fails, z is as it was."""
+        self._runs += 1
+        if self._runs == _FIRST + 1:
+            self._record(noise)
+        self._colour(noise)
+
+    def _record(self, noise: Mapping[str, Tensor]) -> None:
+        expected, found = ({name: noise[name].clone() for name in self._places} for _ in range(2))
+        self._colour(expected)
+        self._pool = Pool(self._device)
+        self._replay, _ = self._pool.record(self._one_after_another)
+        self._colour(found)
+        _require_same(found, expected)
+
+    def _one_after_another(self) -> None:
+        colour_all_(self.live.live, self._places)
+
+    def _colour(self, noise: Mapping[str, Tensor]) -> None:
         places, parts = [*self._places.values()], [noise[name] for name in self._places]
         torch._foreach_copy_(places, parts)
         self._replay()
         torch._foreach_copy_(parts, places)
+
+
+def _require_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    gaps = [(found[name] - part).norm() / part.norm().clamp(min=1e-30) for name, part in expected.items()]
+    gap = float(torch.stack([each.double() for each in gaps]).max())
+    if not gap <= _TOLERANCE:
+        raise ValueError(f"what was recorded makes something else of noise, by {gap:.2g} of its size")
 
 
 def _may_be_recorded(tensors: Iterable[Tensor]) -> bool:
