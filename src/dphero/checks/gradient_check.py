@@ -49,17 +49,19 @@ def _compare_at_length(
     runs: ModelRuns, plan: AxisPlan, rows: Sequence[int], *, training: bool, random: bool = False
 ) -> None:
     """Compare; under autocast, where rounding makes a difference, coarsely, and finely without autocast."""
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     try:
         _compare(runs, plan, rows, training=training, random=random)
+        return
     except ValueError:
-        devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
         if not devices:
             raise
-        _compare(runs, plan, rows, training=training, random=random, coarse=True)
-        with ExitStack() as stack:
-            for device in devices:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            _compare(runs, plan, rows, training=training, random=random)
+    # out of there: the error's traceback holds all that was compared, which takes memory
+    _compare(runs, plan, rows, training=training, random=random, coarse=True)
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        _compare(runs, plan, rows, training=training, random=random)
 
 
 def _compare(

@@ -66,44 +66,40 @@ class _Recording:
     def __init__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
         self._device = next(iter(noise.values())).device
         self.live = LiveGeometry(geometry, self._device)
-        self._places = {name: noise[name].clone() for name in geometry}
+        self._places = {name: torch.empty_like(noise[name]) for name in geometry}
         self._runs, self._replay = 0, self._one_after_another
-        found = {name: noise[name].clone() for name in geometry}
-        self._colour(found)
         expected = {name: noise[name].clone() for name in geometry}
         colour_all_(geometry, expected)
-        _require_same(found, expected)
+        self._require_replayed(noise, expected)
 
     def run(self, noise: Mapping[str, Tensor]) -> None:
         """Replace each z by A z; where that fails, z is as it was."""
         self._runs += 1
         if self._runs == _FIRST + 1:
             self._record(noise)
-        self._colour(noise)
+        torch._foreach_copy_([noise[name] for name in self._places], self._coloured(noise))
 
     def _record(self, noise: Mapping[str, Tensor]) -> None:
-        expected, found = ({name: noise[name].clone() for name in self._places} for _ in range(2))
-        self._colour(expected)
+        expected = dict(zip(self._places, [part.clone() for part in self._coloured(noise)], strict=True))
         self._pool = Pool(self._device)
         self._replay, _ = self._pool.record(self._one_after_another)
-        self._colour(found)
-        _require_same(found, expected)
+        self._require_replayed(noise, expected)
 
     def _one_after_another(self) -> None:
         colour_all_(self.live.live, self._places)
 
-    def _colour(self, noise: Mapping[str, Tensor]) -> None:
-        places, parts = [*self._places.values()], [noise[name] for name in self._places]
-        torch._foreach_copy_(places, parts)
+    def _coloured(self, noise: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return A z of each z, in its place."""
+        places = [*self._places.values()]
+        torch._foreach_copy_(places, [noise[name] for name in self._places])
         self._replay()
-        torch._foreach_copy_(parts, places)
+        return places
 
-
-def _require_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    gaps = [(found[name] - part).norm() / part.norm().clamp(min=1e-30) for name, part in expected.items()]
-    gap = float(torch.stack([each.double() for each in gaps]).max())
-    if not gap <= _TOLERANCE:
-        raise ValueError(f"what was recorded makes something else of noise, by {gap:.2g} of its size")
+    def _require_replayed(self, noise: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        pairs = zip(self._coloured(noise), expected.values(), strict=True)
+        gap = max(float((found - part).norm() / part.norm().clamp(min=1e-30)) for found, part in pairs)
+        if not gap <= _TOLERANCE:
+            raise ValueError(f"what was recorded makes something else of noise, by {gap:.2g} of its size")
 
 
 def _may_be_recorded(tensors: Iterable[Tensor]) -> bool:
