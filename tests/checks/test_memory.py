@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.checks.loss import replay
+from dphero.checks.loss.repetition import set_aside
 from dphero.numerics import products
 from tests.live_bytes import LiveBytes
 
@@ -75,3 +79,13 @@ def test_checks_take_little_memory_beside_logits(steps: tuple[float, list[float]
     *checked, usual, _ = private  # four losses are computed again; before the first, the model is examined
     assert max(checked) < plain + 3.5  # outputs, their gradients, and those of two graphs
     assert usual < plain + 0.5
+
+
+@pytest.mark.parametrize(("free", "stays"), [(1 << 30, True), (1 << 28, False)])
+def test_large_gradients_wait_on_a_gpu_where_there_is_room(
+    free: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradient: Any = SimpleNamespace(is_cuda=True, nbytes=1 << 27, device="cuda", cpu=lambda: "on the host")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+    assert set_aside(gradient) is gradient if stays else set_aside(gradient) == "on the host"
+    assert set_aside(None) is None

@@ -22,8 +22,9 @@ _ROWS, _GPU_ENTRIES = 16, 1 << 22
 """So many rows are compared at a time, on a GPU as many entries: copies of all, in double precision, take memory."""
 
 
-_LARGE = 1 << 27
-"""Bytes from which on gradients wait in the computer's own memory until they are compared."""
+_LARGE, _ROOM = 1 << 27, 4
+"""Bytes from which on gradients wait in the computer's own memory until they are compared, where so many times their
+bytes are not free: the way there and back takes a second or two for a language model."""
 
 
 class _Failed:
@@ -143,9 +144,11 @@ class Repetition:
 
 
 def set_aside(value: Tensor | None) -> Tensor | None:
-    """Return a tensor that is to be compared later; a large one not on the GPU, where it would take memory."""
-    large = value is not None and value.is_cuda and value.nbytes >= _LARGE
-    return value.cpu() if large and value is not None else value
+    """Return a tensor that is to be compared later; a large one not on a GPU where memory is short."""
+    if value is None or not value.is_cuda or value.nbytes < _LARGE:
+        return value
+    free, _ = torch.cuda.mem_get_info(value.device)
+    return value if free >= _ROOM * value.nbytes else value.cpu()
 
 
 def _take(source: Source, index: Tensor) -> Tensor:
