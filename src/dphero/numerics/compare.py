@@ -17,8 +17,9 @@ def largest_gap(first: Tensor, second: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     finite = first.isfinite() & second.isfinite()
     odd = (first != second) & ~finite & ~(first.isnan() & second.isnan())
-    scale = float(torch.where(finite, first, 0).abs().max())
-    return math.inf if bool(odd.any()) else float(torch.where(finite, first - second, 0).abs().max()), scale
+    scale, gap = torch.where(finite, first, 0).abs().max(), torch.where(finite, first - second, 0).abs().max()
+    differs, found, size = torch.stack([odd.any().to(gap.dtype), gap, scale]).tolist()  # a GPU is waited for once
+    return math.inf if differs else found, size
 
 
 def nearly_equal(first: Tensor, second: Tensor, tolerance: float) -> bool:
