@@ -212,6 +212,14 @@ def test_nothing_is_cut_off_in_a_narrow_figure(tmp_path, monkeypatch):
         assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width, part
 
 
+def test_a_picture_has_a_panel_for_each_setting_and_at_most_three_beside_each_other():
+    made = convergence.LEARNING_RATES
+    cells = made._cells(made.shapes["full"])
+    placed = [(cells[place].lr, cells[place].noise_multiplier) for place in sorted(cells)]
+    assert placed == [(rate, sigma) for rate in RATES for sigma in SIGMAS]
+    assert set(cells) == {(row, column) for row in range(4) for column in range(3)}
+
+
 def test_full_plans_cover_what_the_paper_varies():
     planned = {
         made.name: made.plan("full") for made in (convergence.ITERATIONS, convergence.EPOCHS, convergence.CIFAR_EPOCHS)

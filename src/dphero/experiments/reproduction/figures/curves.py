@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,11 +147,15 @@ class Curves:
     def _cells(self, shape: Shape) -> dict[tuple[int, int], Setting]:
         """Return the setting of each panel by its row and column: σ from left to right, what else varies downwards."""
         lot, rate, sigmas = shape.lots[0], shape.rates[0], shape.sigmas
-        if self.by is None:
-            columns = min(3, len(sigmas))
-            return {(n // columns, n % columns): Setting(sigma, lot, rate) for n, sigma in enumerate(sigmas)}
-        pairs = [(each, rate) for each in shape.lots] if self.by == "lot" else [(lot, each) for each in shape.rates]
-        return {(i, j): Setting(sigma, *pair) for i, pair in enumerate(pairs) for j, sigma in enumerate(sigmas)}
+        several = {"lot": [(each, rate) for each in shape.lots], "lr": [(lot, each) for each in shape.rates]}
+        pairs = several[self.by] if self.by else [(lot, rate)]
+        columns = min(3, len(sigmas))  # six beside each other are too small to read
+        rows = math.ceil(len(sigmas) / columns)
+        return {
+            (rows * i + j // columns, j % columns): Setting(sigma, *pair)
+            for i, pair in enumerate(pairs)
+            for j, sigma in enumerate(sigmas)
+        }
 
     def draw(
         self,
@@ -164,8 +169,8 @@ class Curves:
         cells = self._cells(shape)
         count, columns = (1 + max(place[axis] for place in cells) for axis in (0, 1))
         figure, axes = drawing.grid(count, columns, sharex=True, sharey=True)
-        for each in axes.flat[len(cells) :]:
-            each.set_visible(False)
+        for place in itertools.product(range(count), range(columns)):
+            axes[place[0]][place[1]].set_visible(place in cells)
         for (i, j), setting in cells.items():
             panel = axes[i][j]
             for method in ("sgd", *PRIVATE):
