@@ -177,8 +177,9 @@ def test_the_filter_of_fixed_noise_is_a_bound():
     assert found.epsilon >= price(ledger_of(PoissonGaussian(0.01, 1.0), 1000), 1e-5, "rdp").epsilon
 
 
-def test_no_noise_costs_everything():
-    ledger = ledger_of(AdaptiveGaussian(0.1, 1.0), 5).with_event(AdaptiveGaussian(0.1, 0.0))
+@pytest.mark.parametrize("noise", [0.0, 1e-300, 1e-160])
+def test_no_noise_costs_everything(noise):
+    ledger = ledger_of(AdaptiveGaussian(0.1, 1.0), 5).with_event(AdaptiveGaussian(0.1, noise))
     assert math.isinf(price(ledger, 1e-5, "filter").epsilon)
 
 

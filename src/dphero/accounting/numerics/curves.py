@@ -102,12 +102,18 @@ def _poisson_gaussian_rdp(
     return divergences
 
 
+_LEAST_NOISE = 1e-140
+"""Below it, squares are too small for numbers of 64 bits."""
+
+
 def poisson_gaussian_rdp(sample_rate: float, noise_multiplier: float, orders: Sequence[float]) -> NDArray[np.float64]:
-    """Rényi divergences of one Poisson-sampled Gaussian release, one per order (infinite without noise).
+    """Rényi divergences of one Poisson-sampled Gaussian release, one per order (infinite with no noise to speak of).
 
     At an integer order ``a``: ``ln sum_k C(a,k) (1-q)^(a-k) q^k exp(k(k-1) / (2 sigma^2)) / (a-1)``; without
     sampling ``a / (2 sigma^2)``. The values are dp_accounting's.
     """
+    if noise_multiplier < _LEAST_NOISE:
+        return np.full(len(orders), np.inf)
     return _poisson_gaussian_rdp(sample_rate, noise_multiplier, tuple(orders))
 
 
