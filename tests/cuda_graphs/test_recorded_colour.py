@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from dphero.cuda_graphs import pool, recorded_colour
 from dphero.cuda_graphs.recorded_colour import RecordedColour
+from dphero.engine import assembly
 from dphero.geometry.dense import Dense, Singular
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, colour_all_, identity
 from dphero.geometry.low_rank import LowRank
+from dphero.guidance import PCA
+from dphero.run import Run
 from tests.cuda_graphs.stand_in import DEVICE, StandIn
+from tests.trainer import Training, data, network, training
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +146,29 @@ def test_a_recording_that_makes_something_else_is_not_used(
 def test_on_a_gpu_it_makes_what_each_geometry_makes(made: list[int]) -> None:
     assert DEVICE.type == "cuda"
     test_it_makes_what_each_geometry_makes(made)
+
+
+@pytest.mark.parametrize("before", [2, 3, 6])
+def test_a_resumed_run_has_the_same_noise_to_the_bit(
+    before: int, made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its noise is coloured without a recording at first, that of the unbroken run from one."""
+    monkeypatch.setattr(assembly, "can_be_recorded", lambda *tensors: True)
+
+    def run() -> Training:
+        monkeypatch.setattr(Run, "_recorder", lambda self, wanted: None)  # passes are not what is looked at here
+        return training(
+            network().to(DEVICE),
+            dataset=TensorDataset(*(part.to(DEVICE) for part in data().tensors)),
+            guidance=PCA(refresh_every=3, exact_up_to=4, components=3),
+        )
+
+    unbroken, saved, resumed = run(), run(), run()
+    unbroken.steps(9)
+    saved.steps(before)
+    saved.engine.save(tmp_path / "run.pt")
+    resumed.engine.load(tmp_path / "run.pt")
+    resumed.steps(9 - before)
+    assert len(made) >= 1
+    for name, value in unbroken.weights().items():
+        assert torch.equal(resumed.weights()[name], value)

@@ -13,6 +13,7 @@ from dphero.accounting import Ledger
 from dphero.checks.modules import require_private_modules, trained_parameters
 from dphero.checks.optimizers import innermost
 from dphero.cuda_graphs.recorded_colour import RecordedColour
+from dphero.cuda_graphs.replay import can_be_recorded
 from dphero.engine.account import Account
 from dphero.engine.options import Options
 from dphero.engine.sources import LotPlan, noise_and_lot_key, plan_lots
@@ -101,5 +102,5 @@ def _mechanism(
         expected_lot=plan.expected,
         event=plan.event,
         ledger=ledger,
-        colour=RecordedColour() if options.cuda_graphs else colour_all_,
+        colour=RecordedColour() if options.cuda_graphs and can_be_recorded(*parameters.values()) else colour_all_,
     )

@@ -82,6 +82,11 @@ class Convolution(Piece):
         short = self.delta.is_cuda and self.delta.dtype == torch.float32 and cudnn.allow_tf32
         return 2.0**-9 if short and self.worth_keeping() else 0.0
 
+    @property
+    def is_formed(self) -> bool:
+        """Whether the gradients were formed and kept: their sum is one of these."""
+        return self._slabs is not None
+
     def instantiate(self) -> Tensor:
         if self._slabs is None:
             self._form(None, None, keep=True)

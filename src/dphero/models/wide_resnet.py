@@ -29,7 +29,7 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
-from dphero.numerics.precision import as_multiplied, conv_tf32, matmul_tf32
+from dphero.numerics.precision import as_multiplied, at_least_single, conv_tf32, matmul_tf32
 from dphero.numerics.products import product
 
 _EPSILON = 1e-4
@@ -139,21 +139,30 @@ class Standardised(Piece):
         ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
         mean = product(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / weight[0].numel() ** 0.5
         along = (delta * out).sum((2, 3))
-        terms = torch.linalg.vector_norm(x.flatten(1), dim=1) * torch.linalg.vector_norm(delta.flatten(1), dim=1)
-        fine = terms * (_ROUNDINGS * torch.finfo(x.dtype).eps * kernel.numel() ** 0.5)
-
-        # All products are in full precision, so sums lose at most `fine`: the terms of h, c and a are δ times patches
-        # of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1).
+        fine = self._fine()
         return self._square_norms(self.inner.square_norms(identity(self.shape)), mean, along, fine)
 
+    def _fine(self) -> Tensor:
+        """Return what sums in full precision may lose.
+
+        The terms of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1).
+        """
+        dtype = at_least_single(self.inner.x.dtype)
+        sizes = [
+            torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype) for each in (self.inner.x, self.inner.delta)
+        ]
+        return sizes[0] * sizes[1] * (_ROUNDINGS * torch.finfo(dtype).eps * self.weight.shape[2:].numel() ** 0.5)
+
     def _sized(self) -> Tensor:
-        """Return ‖g‖², with room for rounding, where products are exact: from h, some examples at a time."""
+        """Return ‖g‖², with room for rounding, from h, some examples at a time."""
         found = []
         for gradients in self.inner.some_at_a_time(len(self.inner.x), self._some()):
             norms, mean, along = _sizes(gradients, self.weight)
             found.append((norms.square(), mean, along))
         squares, mean, along = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return self._square_norms(squares, mean, along, squares.sqrt() * (_ROUNDINGS * torch.finfo(squares.dtype).eps))
+        # where these very gradients are summed, no more is lost than of them
+        own = squares.sqrt() * (_ROUNDINGS * torch.finfo(squares.dtype).eps)
+        return self._square_norms(squares, mean, along, own if self.inner.is_formed else self._fine())
 
     def _square_norms(self, squares: Tensor, mean: Tensor, along: Tensor, fine: Tensor) -> Tensor:
         """Return ‖g‖² from ‖h‖², c and a, with room for what the sums in the three may lose."""
