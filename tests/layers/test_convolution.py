@@ -40,21 +40,53 @@ def pair(way: tuple[Any, ...], n: int = 7, seed: int = 0) -> tuple[Convolution, 
     return Convolution(x, delta, convolution_arguments(weight.detach(), *way)), true, (x, delta)
 
 
+def geometries(way: tuple[Any, ...]) -> tuple[Geometry, Geometry]:
+    """Return one that changes nothing, and one that mixes outputs."""
+    basis = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[0]
+    shape = (6, 4 // way[3], 3, 2)
+    return identity(shape), Geometry(shape, left=Dense(basis, torch.linspace(0.5, 2, 6, dtype=torch.float64)))
+
+
 @pytest.mark.parametrize("buffer", [1, 900, 1 << 18], ids=["one by one", "some", "all"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_gradients_do_not_depend_on_how_many_examples_are_worked_on_at_once(
     way: tuple[Any, ...], buffer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CPU_BUFFER", buffer)
-    basis = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))[0]
-    skewed = Geometry((6, 4 // way[3], 3, 2), left=Dense(basis, torch.linspace(0.5, 2, 6, dtype=torch.float64)))
     weights = torch.linspace(0, 1, 7, dtype=torch.float64)
-    for geometry in (identity(skewed.shape), skewed):
+    for geometry in geometries(way):
         piece, true, _ = pair(way)
         whitened = geometry.whiten(true).flatten(1)
         torch.testing.assert_close(piece.square_norms(geometry), whitened.square().sum(1))
         torch.testing.assert_close(piece.weighted_sum(weights), torch.einsum("i,i...->...", weights, true))
     torch.testing.assert_close(pair(way)[0].instantiate(), true)
+
+
+LAID_ABOVE_ONE_ANOTHER = [*WAYS, (3, 0, 1, 1), (1, 4, 1, 1), ((4, 1), (3, 1), (2, 1), 1)]
+
+
+@pytest.mark.parametrize("fold", [2, 3])
+@pytest.mark.parametrize("way", LAID_ABOVE_ONE_ANOTHER, ids=str)
+def test_several_images_of_one_example(way: tuple[Any, ...], fold: int) -> None:
+    weights = torch.linspace(0.5, 1, 4, dtype=torch.float64)
+    for geometry in geometries(way):
+        piece, true, _ = pair(way, n=4 * fold)
+        true = true.unflatten(0, (4, fold)).sum(1)
+        found = piece.folded(fold)
+        assert isinstance(found, Convolution), "no image's gradient is formed alone"
+        squares = geometry.whiten(true).flatten(1).square().sum(1)
+        torch.testing.assert_close(found.take(slice(1, 4)).square_norms(geometry), squares[1:])
+        torch.testing.assert_close(found.weighted_sum(weights), torch.einsum("i,i...->...", weights, true))
+        torch.testing.assert_close(found.square_norms(geometry), squares)
+        torch.testing.assert_close(found.weighted_sum(weights), torch.einsum("i,i...->...", weights, true))
+
+
+def test_images_of_one_example_need_room_between_them() -> None:
+    """The test above can fail: without empty lines, patches see two images."""
+    piece, true, (x, delta) = pair((1, 1, 1, 1), n=4)
+    tall = Convolution(*(t.unflatten(0, (2, 2)).movedim(1, 2).flatten(2, 3) for t in (x, delta)), piece.arguments)
+    found, wanted = tall.weighted_sum(torch.ones(2, dtype=torch.float64)), true.sum(0)
+    assert (found - wanted).norm() > 0.01 * wanted.norm()
 
 
 def test_a_room_lends_its_memory_to_one_borrower_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

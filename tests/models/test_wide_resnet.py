@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from dphero.geometry.dense import Dense
 from dphero.geometry.geometry import Geometry, identity
 from dphero.gradients.convolution import Convolution
 from dphero.gradients.patches import convolution_arguments
@@ -192,6 +193,22 @@ def test_norms_need_no_gradients(shape: str) -> None:
     assert bool((single >= true * (1 - 1e-6)).all()) and bool((single < true * 1.003).all())
     scaled = piece(layer, x.float(), delta.float()).square_norms(geometry.scaled(0.5)).sqrt()
     assert torch.allclose(scaled, 2 * single)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_several_views_of_one_example(shape: str, mixed: bool) -> None:
+    layer, x, delta = layer_and_input(shape, torch.float64)
+    x, delta = x[:6], delta[:6]
+    true = gradients(layer, x, delta).unflatten(0, (3, 2)).sum(1)
+    found, size, weights = piece(layer, x, delta).folded(2), layer.weight.shape, torch.rand(3, dtype=torch.float64)
+    assert isinstance(found, Standardised), "no view's gradient is formed alone"
+    basis = torch.linalg.qr(torch.randn(size[0], size[0], dtype=torch.float64))[0]
+    scales = torch.linspace(0.5, 2, size[0], dtype=torch.float64)
+    geometry = Geometry(tuple(size), left=Dense(basis, scales)) if mixed else identity(tuple(size))
+    wanted = geometry.whiten(true.view(3, *size)).flatten(1).norm(dim=1)
+    torch.testing.assert_close(found.square_norms(geometry).sqrt(), wanted, rtol=1e-9, atol=0)
+    torch.testing.assert_close(found.weighted_sum(weights).flatten(), weights @ true)
 
 
 def alike(outer: int) -> StandardisedConv2d:

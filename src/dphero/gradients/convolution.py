@@ -15,7 +15,7 @@ from torch.backends import cudnn
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.gram import gram_of, gram_rounding, inner_products
-from dphero.gradients.patches import GPU_BUFFER, ConvolutionArguments, Patches
+from dphero.gradients.patches import GPU_BUFFER, ConvolutionArguments, Patches, one_above_another
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
@@ -100,6 +100,11 @@ class Convolution(Piece):
         part = Convolution(self._slabs, self._slabs, self.arguments)
         part._slabs, part._whitened_by = self._slabs[:, keep], self._whitened_by
         return part
+
+    def folded(self, fold: int) -> Piece:
+        if fold == 1 or self._slabs is not None:
+            return super().folded(fold)
+        return Convolution(*one_above_another(self.x, self.delta, self.arguments, fold), self.arguments, self._room)
 
     def some_at_a_time(self, n: int, count: int) -> Iterator[Tensor]:
         if self._slabs is not None or self.arguments.groups > 1 or (self.delta.is_cuda and self.worth_keeping()):

@@ -50,6 +50,25 @@ def convolution_arguments(
     return ConvolutionArguments(weight.shape, spell(stride), spell(padding), spell(dilation), groups)
 
 
+def one_above_another(x: Tensor, delta: Tensor, arguments: ConvolutionArguments, fold: int) -> tuple[Tensor, Tensor]:
+    """Return input and output gradient in which each run of ``fold`` images is a single, tall one.
+
+    Between two images there are as many empty lines as the padding has, and where a patch would see two images the
+    output gradient is zero: so products of patches and output gradients add up to the same.
+    """
+    (high, *wide), (lines, *across) = x.shape[2:], delta.shape[2:]
+    (pad, *_), (stride, *_), (dilation, *_) = arguments.padding, arguments.stride, arguments.dilation
+    block = max(lines, -(-(high + pad) // stride))  # lines of the output from one image to the next
+    tall = x.new_zeros(len(x) // fold, x.shape[1], fold * block * stride, *wide)
+    reach = (arguments.weight_shape[2] - 1) * dilation + 1
+    outputs = (tall.shape[2] + 2 * pad - reach) // stride + 1
+    spread = delta.new_zeros(len(tall), delta.shape[1], max(outputs, fold * block), *across)
+    for place, images, size, step in ((tall, x, high, block * stride), (spread, delta, lines, block)):
+        apart = place[:, :, : fold * step].unflatten(2, (fold, step))
+        apart[:, :, :, :size].copy_(images.view(len(tall), fold, *images.shape[1:]).movedim(1, 2))
+    return tall, spread[:, :, :outputs]
+
+
 class Patches:
     """The patches of an input, of shape ``(n, channels, …)``.
 

@@ -129,6 +129,12 @@ class Standardised(Piece):
     def take(self, keep: Tensor | slice) -> Piece:
         return Standardised(self.inner.take(keep), self.weight)
 
+    def folded(self, fold: int) -> Piece:
+        if fold == 1:
+            return self
+        inner = self.inner.folded(fold)
+        return Standardised(inner, self.weight) if isinstance(inner, Convolution) else super().folded(fold)
+
     def _unformed(self, out: Tensor | None) -> Tensor:
         """Return ‖g‖², with room for rounding: a from the convolution's output, c from that with a kernel of ones."""
         x, delta, weight, arguments = self.inner.x, self.inner.delta, self.weight, self.inner.arguments
