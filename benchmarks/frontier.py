@@ -7,8 +7,8 @@ Each training is an ordinary run directory under DIR, with checkpoints. When the
 save; a second call with --continue and the same DIR goes on with them, and leaves finished ones alone. Every finished
 run adds a line to DIR/frontier.jsonl. With --validate the last N training images take the place of the test images:
 settings were chosen that way. With --one-process all run one after another in this process, and fixed features, which
-depend on no seed, are computed once for all and kept under DIR: on a CPU they take longer than the training. The data
-must be there: `dphero data get mnist`, and so on.
+depend on no seed, are computed once for all (on a CPU they are kept under DIR: they take longer than the training).
+The data must be there: `dphero data get mnist`, and so on.
 """
 
 from __future__ import annotations
@@ -58,29 +58,35 @@ def one(recipe: str, seed: int, out: Path, validate: int, changes: dict[str, Any
 
 
 def share_features(place: Path) -> None:
-    """Compute the fixed features of the same images by the same model once, and keep them in files.
+    """Compute the fixed features of the same images by the same model once, and keep them: a GPU's in its memory.
 
-    Beside a file of features stands how many of its rows are done: a process that was stopped goes on from there.
+    Those of a CPU are kept in files. Beside a file of features stands how many of its rows are done: a process that was
+    stopped goes on from there.
     """
     import torch
 
     from dphero.experiments.runs import evaluation, preparation
 
-    compute = evaluation.features
+    compute, kept = evaluation.features, dict[str, torch.Tensor]()
     place.mkdir(exist_ok=True)
 
     def features(model: Any, images: Any) -> Any:
-        with torch.no_grad():
-            shape = model.features(images[:1]).shape[1:]
         key = repr((repr(model.features), tuple(images.shape), float(images.double().sum())))
+        if images.is_cuda:
+            if key not in kept:
+                kept[key] = compute(model, images)
+            return kept[key]
+        with torch.no_grad():
+            one = model.features(images[:1])
+        shape, dtype = one.shape[1:], one.dtype
         file = place / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.f32"
         count, size = file.with_suffix(".rows"), len(images) * shape.numel()
         done = int(count.read_text()) if count.exists() else 0
-        rows = torch.from_file(str(file), shared=True, size=size).view(len(images), *shape)
+        rows = torch.from_file(str(file), shared=True, size=size, dtype=dtype).view(len(images), *shape)
         for first in range(done, len(images), _BLOCK):
             rows[first : first + _BLOCK] = compute(model, images[first : first + _BLOCK])
             count.write_text(str(min(first + _BLOCK, len(images))))
-        return torch.from_file(str(file), size=size).view(len(images), *shape).to(images.device)
+        return torch.from_file(str(file), size=size, dtype=dtype).view(len(images), *shape)
 
     evaluation.features = preparation.features = features  # type: ignore[attr-defined]
 

@@ -93,6 +93,18 @@ MODELS = (
         _for_images(features.learned_linear),
     ),
     Entry(
+        "scatter-views",
+        "fixed scattering features of several views of an image, small network",
+        "images, sides multiples of 4",
+        _for_images(features.scatter_views),
+    ),
+    Entry(
+        "learned-views",
+        "fixed features of several views, learned from synthetic images, and scattering; small network",
+        "images of 3 channels, sides multiples of 4",
+        _for_images(features.learned_views),
+    ),
+    Entry(
         "wrn-16-4",
         "wide ResNet, standardised weights; ReLU, group norm, convolution",
         "images",

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from dphero.models.plain import flattened
 from dphero.models.scattering import MAPS, Scattering
-from dphero.models.synthetic import Joined, Mirrored, Stages, Whitened
+from dphero.models.synthetic import Joined, Mirrored, PrincipalChannels, SideBySide, Stages, Whitened
+from dphero.models.views import MeanOverViews, Views
 
 _GROUPS = 27
 _ROWS = 256
+_WIDTH, _KEPT = 96, 192
 
 
 class FeatureModel(nn.Module):
@@ -125,6 +127,35 @@ def learned_linear(channels: int, height: int, width: int, classes: int) -> Feat
     shape = (channels, height, width)
     parts = [Whitened(Mirrored(each), shape) for each in (Stages(), Scattering(height, width))]
     return _linear(Piecemeal(Joined(parts)), sum(part.mean.numel() for part in parts), classes)
+
+
+def scatter_views(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a small network on normalised scattering features of several views."""
+    transform = _normalised_scattering(channels, height, width)
+    return _on_views(transform, (channels, height, width), channels * MAPS, classes)
+
+
+def learned_views(channels: int, height: int, width: int, classes: int) -> FeatureModel:
+    """Return a small network on several views, as one that learned from synthetic images, and scattering, see them.
+
+    Of the channels of both, those directions are kept in which synthetic images vary most.
+    """
+    if channels != 3:
+        raise ValueError("its network has learned from images of three channels")
+    shape = (channels, height, width)
+    both = SideBySide([Stages((height // 4, width // 4)), Scattering(height, width)])
+    return _on_views(Piecemeal(PrincipalChannels(both, shape, _KEPT)), shape, _KEPT, classes)
+
+
+def _on_views(transform: nn.Module, shape: tuple[int, int, int], maps: int, classes: int) -> FeatureModel:
+    """Return conv 96 1×1 – conv 96 3×3 – max-pool – conv 96 3×3, each with ReLU and group norm, then linear."""
+    layers: list[nn.Module] = []
+    for inner, kernel in ((maps, 1), (_WIDTH, 3), (_WIDTH, 3)):
+        layers += [nn.Conv2d(inner, _WIDTH, kernel, padding=kernel // 2), nn.ReLU(), nn.GroupNorm(16, _WIDTH)]
+    layers.insert(6, nn.MaxPool2d(2, ceil_mode=True))
+    size = flattened(layers, (maps, shape[1] // 4, shape[2] // 4))
+    network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(size, classes))
+    return FeatureModel(Piecemeal(Views(transform, mirrored=shape[0] > 1)), MeanOverViews(network))
 
 
 def _linear(features: nn.Module, size: int, classes: int) -> FeatureModel:

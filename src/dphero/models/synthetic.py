@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from dphero.guidance.prior.processes import PROCESSES
 from dphero.models.wide_resnet import wide_resnet
 
-_IMAGES = 1024
+_IMAGES, _FEW_IMAGES = 1024, 256
 _FLOOR = 0.03  # of the mean eigenvalue
 _LEAST_SCALE = 0.05  # of the mean
 _EXPONENT = 0.25
@@ -83,14 +83,46 @@ class Whitened(nn.Module):
         return flat * self.rest + ((flat @ self.vectors) * self.gains) @ self.vectors.T
 
 
+class PrincipalChannels(nn.Module):
+    """The maps of a transform in the directions in which channels vary most over synthetic images, half whitened.
+
+    At each place, (D + floor)^-¼ Vᵀ (x − m) / s from the channels' mean m, spread s and covariance V D Vᵀ over all
+    places of these images; the first ``kept`` directions.
+    """
+
+    mean: Tensor
+    matrix: Tensor
+
+    def __init__(self, transform: nn.Module, shape: tuple[int, int, int], kept: int) -> None:
+        super().__init__()
+        self.transform = transform
+        with torch.no_grad():
+            images = synthetic_images(shape, _FEW_IMAGES)  # each has many places
+            parts = [transform(part).movedim(1, -1).flatten(0, -2) for part in images.split(64)]
+        seen = torch.cat(parts).double()
+        mean, scale = seen.mean(0), seen.std(0)
+        scale = scale + _LEAST_SCALE * scale.mean()
+        values, vectors = torch.linalg.eigh(torch.cov(((seen - mean) / scale).T))
+        values, vectors = values[-kept:].clamp(min=0), vectors[:, -kept:]
+        matrix = (vectors * (values + _FLOOR * values.mean()) ** -_EXPONENT) / scale.unsqueeze(1)
+        self.register_buffer("mean", mean.float())
+        self.register_buffer("matrix", matrix.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.transform(x)
+        turned = (maps.flatten(2).mT - self.mean) @ self.matrix
+        return turned.mT.unflatten(2, maps.shape[2:])
+
+
 class Stages(nn.Module):
-    """What two stages of a wide residual network see, at 4×4 places each; it has learned from synthetic images alone.
+    """What two stages of a wide residual network see, at so many places each; it has learned from synthetic images.
 
     Its weights were learned by alignment and uniformity (see the method ``dp-randp``) from what random networks paint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: tuple[int, int] = (_GRID, _GRID)) -> None:
         super().__init__()
+        self.places = places
         layers = list(wide_resnet(3, 10).children())
         self.first, self.second = nn.Sequential(*layers[:5]), nn.Sequential(*layers[5:9])
         weights = torch.load(_WEIGHTS, map_location="cpu", weights_only=True)
@@ -101,7 +133,18 @@ class Stages(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         coarse = self.first(x)
         seen = [F.relu(coarse), self.second(coarse)]
-        return torch.cat([F.adaptive_avg_pool2d(each, _GRID).flatten(1) for each in seen], 1)
+        return torch.cat([F.adaptive_avg_pool2d(each, self.places) for each in seen], 1)
+
+
+class SideBySide(nn.Module):
+    """The maps of several transforms, which have the same places."""
+
+    def __init__(self, transforms: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.transforms = nn.ModuleList(transforms)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([transform(x) for transform in self.transforms], 1)
 
 
 class Joined(nn.Module):
