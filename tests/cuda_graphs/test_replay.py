@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.checks.first_batch import probe
+from dphero.checks.loss.recorder import Recorder as LossRecorder
 from dphero.cuda_graphs import pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
@@ -530,6 +531,54 @@ def test_outputs_make_room_for_the_backward_pass(recordings: list[int], monkeypa
     monkeypatch.setattr(graphs, "Pool", Crowded)
     compare(convolutional, images(), sampling="shuffle")
     assert len(recordings) == 3 and Crowded.outs[0].isnan().all()
+
+
+def test_a_check_reads_outputs_where_the_recording_left_them(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[Any] = []
+    output = LossRecorder.output
+
+    def noted(self: LossRecorder, *arguments: Any) -> None:
+        output(self, *arguments)
+        sources.append(self.sources[-1])
+
+    monkeypatch.setattr(LossRecorder, "output", noted)
+    model = convolutional()
+    engine, _, batches = pair(model)
+    for _ in range(2):
+        x, y = next(batches)
+        out = model(x)
+        (source,) = sources
+        made = engine._attached.taps._replay._known[0].passes[0]  # type: ignore[union-attr]
+        assert source.holds() and source.value.data_ptr() == made.outs[0].data_ptr() != out.data_ptr()
+        assert torch.equal(source.value, torch.Tensor(out.detach()).as_subclass(Tensor))
+        F.cross_entropy(out, y).backward()
+        assert not source.holds()
+        sources.clear()
+    model(x := next(batches)[0])
+    model(x)
+    assert [source.holds() for source in sources] == [False, True]
+
+
+def test_a_replayed_pass_is_refused_a_loss_that_mixes_examples(recordings: list[int]) -> None:
+    _, _, batches = pair(model := convolutional())
+    x, y = next(batches)
+    out = model(x)
+    assert recordings
+    with pytest.raises(ValueError, match="by the others of its batch"):
+        (F.cross_entropy(out, y, reduction="none") / (1 + torch.bincount(y))[y]).mean().backward()
+
+
+def test_a_check_does_not_read_what_was_written_over(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, _, batches = pair(model)
+    x, y = next(batches)
+    first = model(x)
+    model(x.flip(0))
+    with pytest.raises(RuntimeError, match="called again before this backward pass"):
+        F.cross_entropy(first, y).backward()
+    assert any("called again" in note for note in engine.statement(1e-5).notes)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")

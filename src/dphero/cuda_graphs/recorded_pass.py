@@ -19,6 +19,7 @@ from dphero.functional.unbatched import plain
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.piece import Piece
 from dphero.hooks.tape import Tape
+from dphero.hooks.twins import Twin, set_twin
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 
@@ -47,11 +48,13 @@ class Shared:
 
     Attributes:
         turn: How many passes were replayed there: each writes over what those before it left.
+        begun: The last of them whose backward pass was begun.
         groups: The group of each parameter: one for all whose examples have the same weights.
         outgrown: Whether these are other groups than recordings were made for.
     """
 
     turn: int = 0
+    begun: int = -1
     groups: dict[str, int] = field(default_factory=dict)
     outgrown: bool = False
 
@@ -223,12 +226,19 @@ class Pass:
         self._shared.turn += 1
         self.fill(leaves, rows)
         anchor = torch.empty(0, device=self.norms.device, requires_grad=True)
-        trained = iter(_Replay.apply(anchor, self, tape, rows, self._shared.turn))
+        turn = self._shared.turn
+        copies = _Replay.apply(anchor, self, tape, rows, turn)
+        for place, copy in zip(self._trained, copies, strict=True):
+            set_twin(copy, Twin(self.outs[place][:rows], lambda: self._outputs_hold(turn)))
+        trained = iter(copies)
         outs = [
             next(trained) if place in self._trained else out[:rows].clone() if isinstance(out, Tensor) else out
             for place, out in enumerate(self.outs)
         ]
         return tree_unflatten(outs, self._out_structure)
+
+    def _outputs_hold(self, turn: int) -> bool:
+        return self._shared.turn == turn != self._shared.begun
 
     def forward(self, rows: int) -> tuple[Tensor, ...]:
         """Replay the forward pass; return copies of the outputs that carry a gradient."""
@@ -243,6 +253,7 @@ class Pass:
                 "the model was called again before this backward pass, which overwrote what it needs: call it once for "
                 "each batch, then backward(), or call make_private with cuda_graphs=False"
             )
+        self._shared.begun = turn  # gradients may lie where the outputs did
         for place, gradient in zip(self._gradients, gradients, strict=True):
             place[:rows].copy_(gradient)
             place[rows:].zero_()

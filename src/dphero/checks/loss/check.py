@@ -39,6 +39,7 @@ from dphero.checks.loss.recorder import Recorder, ordinary, watched_class
 from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
 from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
+from dphero.hooks.twins import twin_of
 from dphero.numerics.buffers import cache_emptied
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
@@ -138,7 +139,7 @@ class LossCheck:
         else:
             watched = value.as_subclass(self._kind)
         if recorder is not None:
-            recorder.output(watched, *self._place(number, value.shape, recorder.rows), edge)
+            recorder.output(watched, *self._place(number, value.shape, recorder.rows), edge, twin_of(value))
         return watched
 
     def _place(self, number: int, shape: torch.Size, rows: int) -> tuple[int | None, int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors
-from dphero.checks.loss.marks import axis_of_rows, by_row, marks
 from dphero.checks.loss.recorder import Recorder
+from dphero.numerics.compare import axis_of_rows, by_row, marks
 from dphero.numerics.generators import generators_restored
 
 SLACK = 1e-5

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from dphero.checks.loss.calls import Call
 from dphero.checks.loss.coupling import halves
-from dphero.checks.loss.marks import axis_of_rows, by_row, marks, same_marks
 from dphero.checks.loss.recorder import Recorder
 from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, set_aside
 from dphero.checks.loss.unseen import STEERED, Constants, ancestors, constants_of, limits_of, not_repeated
-from dphero.numerics.compare import is_short
+from dphero.numerics.compare import axis_of_rows, by_row, is_short, marks, same_marks
 
 _REPLACEMENTS = 6
 """How often a loss is computed again."""
@@ -70,6 +69,8 @@ def compare_losses(
         return Findings([not_repeated("it was not computed by torch functions alone")])
     if recorder.trouble:
         return Findings([not_repeated(recorder.trouble)])
+    if not all(source.holds() for source in recorder.sources):
+        return Findings([not_repeated("the model was called again, or back-propagated, since it returned its outputs")])
     needed = ancestors(recorder, target)
     if recorder.earlier & needed:
         raise ValueError(

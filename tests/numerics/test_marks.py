@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dphero.checks.loss import marks as module
-from dphero.checks.loss.marks import marks, same_marks
+from dphero.numerics import compare as module
+from dphero.numerics.compare import marks, same_marks
 
 ROWS = 4
 
