@@ -46,7 +46,7 @@ def _is_tensor(value: Any) -> bool:
 class StandIn:
     """Records on a CPU."""
 
-    def __init__(self, device: torch.device, stream: Any = None) -> None:
+    def __init__(self, device: torch.device, room: int = 0) -> None:
         pass
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:

@@ -552,7 +552,7 @@ def test_a_check_reads_outputs_where_the_recording_left_them(
         (source,) = sources
         made = engine._attached.taps._replay._known[0].passes[0]  # type: ignore[union-attr]
         assert source.holds() and source.value.data_ptr() == made.outs[0].data_ptr() != out.data_ptr()
-        assert torch.equal(source.value, torch.Tensor(out.detach()).as_subclass(Tensor))
+        assert torch.equal(source.value, out.detach().as_subclass(Tensor))
         F.cross_entropy(out, y).backward()
         assert not source.holds()
         sources.clear()

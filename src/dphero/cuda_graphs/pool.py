@@ -19,16 +19,13 @@ class Pool:
 
     A recording takes places that no tensor holds when it is made, whatever earlier ones do there when they are
     replayed.
-
-    Args:
-        device: The GPU.
-        stream: That of an earlier pool whose recordings are gone: libraries keep memory for each stream, for good.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = stream or new_stream(device)
+        # one of its own: what libraries keep for a stream lies in the memory of the first recording made there
+        self.stream = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record what ``work`` does on the GPU; return what does it again, and results that stay where they are.
@@ -101,11 +98,6 @@ def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, fl
     issued = time.perf_counter() - start
     _wait(device)
     return time.perf_counter() - start, issued
-
-
-def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a stream of a GPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def give_back() -> None:

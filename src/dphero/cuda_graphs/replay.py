@@ -107,7 +107,6 @@ class Graphs:
         self._wanted, self._sizes = sizes, list[int]()
         self._known: list[_Calls] = []
         self._shared = Shared()
-        self._stream: torch.cuda.Stream | None = None
         self._conditions: ReplayConditions | None = None  # of the recordings, or of the first batches before them
         self._made = self._turn = self._short = 0
         self._asked_for_gain = required
@@ -216,8 +215,7 @@ class Graphs:
         if not self._recordings:
             self._conditions = ReplayConditions(self._taps.module)
             self._conditions.require_no_hooks()
-            self._stream = self._stream or pool.new_stream(device)
-            self._pool, self._shared.outgrown = Pool(device, self._stream), False
+            self._pool, self._shared.outgrown = Pool(device), False
             self._live = _live(self._taps, device)
         setting = Setting(self._taps, self._live, calls.autocast, calls.structure, calls.axes, self._shared)
         try:
