@@ -48,3 +48,10 @@ def test_no_gradient_is_a_gradient_of_zeros() -> None:
     assert same_marks(None, marks(torch.zeros(ROWS, 3), ROWS))
     assert not same_marks(marks(torch.eye(ROWS), ROWS), None)
     assert same_marks(marks(torch.eye(ROWS), ROWS), None, torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.bool))
+
+
+def test_changes_in_a_pattern_do_not_cancel() -> None:
+    value = torch.linspace(1, 2, 8).view(1, -1)
+    other = value.clone()
+    other.view(torch.int32)[0, [0, 2, 4]] += torch.tensor([1, -2, 1], dtype=torch.int32)  # nor in a line
+    assert not same_marks(marks(value, 1), marks(other, 1))
