@@ -36,6 +36,7 @@ SURE: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "sum": (lambda out: F.cross_entropy(out, Y, reduction="sum") / 7, (ROWS, CLASSES)),
     "weighed": (lambda out: (F.cross_entropy(out, Y, reduction="none") * torch.arange(6.0)).mean(), (ROWS, CLASSES)),
     "by hand": (lambda out: F.nll_loss(out.log_softmax(1), Y), (ROWS, CLASSES)),
+    "summed up in another type": (lambda out: F.nll_loss(out.log_softmax(1).double(), Y), (ROWS, CLASSES)),
     "words": (words, (ROWS, LENGTH, CLASSES)),
     "words in another type": (lambda out: words(out.double()), (ROWS, LENGTH, CLASSES)),
     "words in front": (
@@ -45,6 +46,9 @@ SURE: dict[str, tuple[Loss, tuple[int, ...]]] = {
     "two": (lambda out: F.cross_entropy(out, Y) + F.cross_entropy(out, Y.flip(0)), (ROWS, CLASSES)),
 }
 UNSURE: dict[str, tuple[Loss, tuple[int, ...]]] = {
+    "over the examples, summed up in another type": (
+        lambda out: F.nll_loss(out.log_softmax(0).double(), Y), (ROWS, CLASSES)
+    ),
     "over the examples": (lambda out: F.cross_entropy(out.T, torch.arange(CLASSES) % ROWS), (ROWS, CLASSES)),
     "as many classes as examples": (lambda out: F.cross_entropy(out, Y), (ROWS, ROWS)),
     "all pairs": (lambda out: F.cross_entropy(out @ out.T, torch.arange(ROWS)), (ROWS, CLASSES)),

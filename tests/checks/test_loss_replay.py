@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from dphero.checks.loss import check as loss_check
+from dphero.checks.loss import repetition as loss_repetition
 from dphero.checks.loss import replay as loss_replay
 from dphero.checks.loss.calls import Call
 from dphero.checks.loss.recorder import Recorder
@@ -255,6 +256,33 @@ ACCEPTED: dict[str, Body] = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_ordinary_loops_are_accepted_without_a_note(name: str) -> None:
     assert notes(train(ACCEPTED[name])) == []
+
+
+@pytest.mark.parametrize("name", ["in another order", "class weights, public", "noise on the output", "mixup"])
+def test_where_bits_differ_gradients_are_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may add up in another order each time; what is known of bits then says nothing."""
+    count = iter(range(1 << 30))
+    monkeypatch.setattr(loss_repetition, "marks", lambda value, rows: torch.tensor([next(count)]))
+    if name in ACCEPTED:
+        assert notes(train(ACCEPTED[name])) == []
+        return
+    with pytest.raises(ValueError, match="mixed before they reach the model"):
+        train(mixup)
+    with pytest.raises(ValueError, match="by the others of its batch"):
+        train(MIXED[next(iter(MIXED))])
+
+
+def test_mostly_gradients_are_computed_once_for_each_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Tensor] = []
+    run = loss_repetition.Repetition.run
+
+    def counted(self: Any, index: Tensor, plain: Any) -> Any:
+        runs.append(index)
+        return run(self, index, plain)
+
+    monkeypatch.setattr(loss_repetition.Repetition, "run", counted)
+    train(lambda model, x, y: F.cross_entropy(model(x), y), lots=1)
+    assert len(runs) == 1 + loss_replay._REPLACEMENTS
 
 
 def test_gradients_are_those_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:

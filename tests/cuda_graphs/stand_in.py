@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_flatten
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
+_PLACES = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+
 
 class Recorder(TorchDispatchMode):
     """Notes every operation with its tensors; to replay is to do them again into the same tensors."""
@@ -24,7 +26,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         out = func(*args, **(kwargs or {}))
-        self.done.append((func, args, kwargs or {}, tree_flatten(out)[0]))
+        if func.overloadpacket not in _PLACES:  # to take memory is no operation of a GPU
+            self.done.append((func, args, kwargs or {}, tree_flatten(out)[0]))
         return out
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from dphero import PrivacyEngine
 from dphero.checks.first_batch import probe
+from dphero.checks.loss.recorder import Recorder as LossRecorder
 from dphero.cuda_graphs import pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
@@ -505,6 +507,81 @@ def test_a_wrong_recording_is_found_out(recordings: list[int], monkeypatch: pyte
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
+def test_outputs_make_room_for_the_backward_pass(recordings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes may lie where outputs were; and what it begins with, where the forward pass computed something."""
+
+    class Crowded(graphs.Pool):
+        outs: list[Tensor]
+        gradients: list[Tensor]
+
+        def record(self, work: Callable[[], Any]) -> Any:
+            replay, result = super().record(work)
+            if isinstance(result, tuple):
+                Crowded.gradients = result[-1]
+                return lambda spoilt=Crowded.outs: (spoil(spoilt), replay()), result
+            if len(recordings) % 3 == 1:
+                Crowded.outs, Crowded.gradients = result, []
+                return lambda: (spoil(Crowded.gradients), replay()), result
+            return replay, result
+
+    def spoil(places: list[Tensor]) -> None:
+        for place in places:
+            place.fill_(torch.nan)
+
+    monkeypatch.setattr(graphs, "Pool", Crowded)
+    compare(convolutional, images(), sampling="shuffle")
+    assert len(recordings) == 3 and Crowded.outs[0].isnan().all()
+
+
+def test_a_check_reads_outputs_where_the_recording_left_them(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[Any] = []
+    output = LossRecorder.output
+
+    def noted(self: LossRecorder, *arguments: Any) -> None:
+        output(self, *arguments)
+        sources.append(self.sources[-1])
+
+    monkeypatch.setattr(LossRecorder, "output", noted)
+    model = convolutional()
+    engine, _, batches = pair(model)
+    for _ in range(2):
+        x, y = next(batches)
+        out = model(x)
+        (source,) = sources
+        made = engine._attached.taps._replay._known[0].passes[0]  # type: ignore[union-attr]
+        assert source.holds() and source.value.data_ptr() == made.outs[0].data_ptr() != out.data_ptr()
+        assert torch.equal(source.value, out.detach().as_subclass(Tensor))
+        F.cross_entropy(out, y).backward()
+        assert not source.holds()
+        sources.clear()
+    model(x := next(batches)[0])
+    model(x)
+    assert [source.holds() for source in sources] == [False, True]
+
+
+def test_a_replayed_pass_is_refused_a_loss_that_mixes_examples(recordings: list[int]) -> None:
+    _, _, batches = pair(model := convolutional())
+    x, y = next(batches)
+    out = model(x)
+    assert recordings
+    with pytest.raises(ValueError, match="by the others of its batch"):
+        (F.cross_entropy(out, y, reduction="none") / (1 + torch.bincount(y))[y]).mean().backward()
+
+
+def test_a_check_does_not_read_what_was_written_over(recordings: list[int]) -> None:
+    model = convolutional()
+    engine, _, batches = pair(model)
+    x, y = next(batches)
+    first = model(x)
+    model(x.flip(0))
+    with pytest.raises(RuntimeError, match="called again before this backward pass"):
+        F.cross_entropy(first, y).backward()
+    assert any("called again" in note for note in engine.statement(1e-5).notes)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
 def test_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="cuda_graphs=True needs a model on a CUDA device"):
         pair(convolutional())
@@ -661,6 +738,44 @@ def test_unasked_nothing_is_recorded_that_does_not_pay(
     monkeypatch.setattr(pool, "free_memory", lambda device: next(left))
     train(convolutional().to(DEVICE), images(), **AUTO)
     assert re.search(reason, caplog.text) and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_of_a_recording_that_does_not_pay_is_given_back_before_a_pass_as_usual(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    events: list[str] = []
+
+    class Known(graphs.Pool):
+        def record(self, work: Callable[[], Any]) -> Any:
+            replay, result = super().record(work)
+            if len(recordings) == 2 and fails:
+                raise RuntimeError("out of luck")
+
+            def recorded() -> None:
+                replay()
+
+            weakref.finalize(recorded, events.append, "gone")
+            return recorded, result
+
+    new_tape = Taps.new_tape
+
+    def noted(self: Taps, rows: int, *, replayed: bool = False) -> Any:
+        events.append("pass as usual")
+        return new_tape(self, rows, replayed=replayed)
+
+    times = iter([(2.0, 2.0), (1.95, 0.1)])
+    monkeypatch.setattr(graphs, "Pool", Known)
+    monkeypatch.setattr(pool, "seconds", lambda work, device: (work(), next(times))[1])
+    monkeypatch.setattr(Taps, "new_tape", noted)
+    monkeypatch.setattr(pool, "give_back", lambda: events.append("given back"))
+    gc.disable()
+    try:
+        train(convolutional().to(DEVICE), images(), **AUTO, steps=4)
+    finally:
+        gc.enable()
+    usual, gone = ["pass as usual"] * 2, ["gone"] * (1 if fails else 3)
+    assert events == [*usual, *gone, "given back", *usual]
 
 
 @pytest.mark.usefixtures("pays")

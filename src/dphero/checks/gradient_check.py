@@ -19,7 +19,7 @@ from dphero.checks.tapped_pass import floating, objective_of, trained_by
 from dphero.functional.custom import custom_code_followed
 from dphero.functional.unbatched import UnbatchedTensor, plain
 from dphero.gradients.batch import GradientBatch
-from dphero.numerics.compare import is_short
+from dphero.numerics.compare import is_short, numbers_of
 
 _TOLERANCE = 2e-2
 _SHORT_TOLERANCE = 0.2
@@ -92,11 +92,14 @@ def _compare(
         if random:
             return
         raise ValueError("the tapped model computes another output than the model itself: a registered rule is wrong")
-    largest = max(map(_largest, expected.values()), default=0.0)
+    gaps = []
     for name, parameter in parameters.items():  # one at a time: a gradient is as large as its parameter
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        pair = (sums.pop(name, zero), expected.pop(name, zero))
-        if _difference(*pair, floor=floor * largest) > for_gradients:
+        gaps.append(_sizes(sums.pop(name, zero), expected.pop(name, zero)))
+    found_sizes = numbers_of(gaps)
+    largest = max([size for _, size, _ in found_sizes], default=0.0)
+    for name, (first, second, gap) in zip(parameters, found_sizes, strict=True):
+        if _relative(first, second, gap, floor * largest) > for_gradients:
             if random and not _shows_random_numbers(runs, rows, expected_out):
                 return  # the layers may have drawn other numbers, unseen; evaluation mode decides
             raise ValueError(
@@ -129,17 +132,27 @@ def _gradients(objective: Tensor, parameters: Mapping[str, nn.Parameter]) -> dic
     return {name: gradient.to_dense() for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
-def _difference(first: Tensor, second: Tensor, floor: float = 0.0) -> float:
+def _difference(first: Tensor, second: Tensor) -> float:
     """Return the largest difference, relative to the largest entry; zero where numbers are not finite."""
+    return _relative(*numbers_of([_sizes(first, second)])[0])
+
+
+def _sizes(first: Tensor, second: Tensor) -> Tensor:
+    """Return the largest entries of two tensors, and of their difference."""
+    first, second = first.detach(), second.detach()
     if first.shape != second.shape:
-        return float("inf")
-    size = _largest(second)
-    if not (math.isfinite(_largest(first)) and math.isfinite(size)):
+        return torch.tensor([0.0, 0.0, math.inf], device=first.device)
+    return torch.stack([_largest(first), _largest(second), _largest(first - second)])
+
+
+def _relative(first: float, second: float, gap: float, floor: float = 0.0) -> float:
+    """Return a difference relative to the size of the second, or the floor; zero where numbers are not finite."""
+    if not (math.isfinite(first) and math.isfinite(second)):
         return 0.0
-    scale, gap = max(size, floor), _largest(first.detach() - second.detach())
+    scale = max(second, floor)
     return gap / scale if scale else gap
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value, NaN if there is one; without the memory that ``abs`` takes."""
-    return float(torch.linalg.vector_norm(tensor.detach(), ord=math.inf)) if tensor.numel() else 0.0
+    return torch.linalg.vector_norm(tensor, ord=math.inf) if tensor.numel() else tensor.new_zeros(())

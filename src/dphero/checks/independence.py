@@ -16,7 +16,7 @@ from dphero.batch_axis.plan import AxisPlan, Traced
 from dphero.checks.model_runs import SIZES, MixedExamplesError, ModelRuns, RecordedRun
 from dphero.checks.tapped_pass import bent
 from dphero.hooks.snapshot import same
-from dphero.numerics.compare import is_short, largest_gap
+from dphero.numerics.compare import all_equal, gap_and_size, is_short, largest_gaps, numbers_of
 
 _SLACK = 1e-5
 """Relative difference that rounding may make between runs of the same shape, and"""
@@ -57,11 +57,17 @@ class IndependenceCheck:
                     "Such a model cannot be made private."
                 )
         _require_same_state(small, large)
-        large.let_go()  # never three runs take memory: this one is made again at the end
-        self._compare_with_copies(rows, range(len(rows)), small, layouts)
+        problem = None
         if not small.random:
-            self._compare_sizes(mixed, small, self._runs.record(mixed[1]))
-        else:
+            try:
+                self._compare_sizes(mixed, small, large)
+            except MixedExamplesError as error:
+                problem = error  # among copies it may be seen where
+        large.let_go()  # never three runs take memory
+        self._compare_with_copies(rows, range(len(rows)), small, layouts)
+        if problem is not None:
+            raise problem
+        if small.random:
             small.let_go()
             for seed in _SEEDS:  # each with one of the rows, in turn
                 among = self._runs.record(mixed[0], seed=seed)
@@ -74,16 +80,21 @@ class IndependenceCheck:
 
     def _compare_sizes(self, mixed: list[list[int]], small: RecordedRun, large: RecordedRun) -> None:
         """Check that each example gives the same in batches of both sizes."""
+        places = [mixed[1].index(row) for row in mixed[0]]
+        found, gaps = [], []
         for key, tensor in small.trace.outputs.items():
             other = large.trace.outputs.get(key)
             layout = None if other is None else compare_shapes(tensor.shape, other.shape, *SIZES)
             if other is None or layout is None or layout.unbatched or not tensor.is_floating_point():
                 continue
-            places = [mixed[1].index(row) for row in mixed[0]]
             first, second = layout.split(tensor, SIZES[0]), layout.split(other, SIZES[1])[places]
-            what = "the size of the batch or the order of its examples"
-            short = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-            _require_close(key[0], first, second, what, slack=_SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES)
+            found.append((key[0], first.dtype))
+            gaps.append(gap_and_size(first, second))
+        what = "the size of the batch or the order of its examples"
+        short = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+        slack = _SLACK_UNDER_AUTOCAST if short else _SLACK_BETWEEN_SIZES
+        for (label, dtype), (gap, size) in zip(found, largest_gaps(gaps), strict=True):
+            _require_small(label, gap, size, what, max(slack, torch.finfo(dtype).eps))
 
     def _compare_with_copies(
         self,
@@ -100,7 +111,8 @@ class IndependenceCheck:
             _require_same_state(small, alone)
             if seed is None and not alone.trace.calls.keys() <= small.trace.calls.keys():
                 self.unlike.append(row)  # a mask that is left out where no example needs it
-            for key in small.trace.outputs:  # in the order in which they came: the first is the cause
+            pairs: dict[Traced, list[Tensor]] = {}
+            for key in small.trace.outputs:
                 layout = layouts.get(key)
                 if layout is None or layout.unbatched or key not in alone.trace.outputs:
                     continue
@@ -111,14 +123,9 @@ class IndependenceCheck:
                         f"({tuple(outputs[0].shape)} and {tuple(outputs[1].shape)}). Pad all batches to one length, "
                         "not each to its longest example."
                     )
-                first, second = (layout.split(output, SIZES[0])[position] for output in outputs)
-                try:
-                    _require_close(
-                        key[0], first, second, "the other examples of the batch (or rows were reordered on the way)"
-                    )
-                except MixedExamplesError as error:
-                    error.inside = key[1][0] if key[1] is not None and key[1][1] else None
-                    raise
+                pairs[key] = [layout.split(output, SIZES[0])[position] for output in outputs]
+            _require_same_outputs(pairs)
+            pairs.clear()
             alone.let_go()
 
     def compare_gradients(self, plan: AxisPlan, rows: list[int], mixed: list[int], random: bool) -> None:
@@ -178,12 +185,27 @@ class IndependenceCheck:
             )
 
 
+def _require_same_outputs(pairs: Mapping[Traced, Sequence[Tensor]]) -> None:
+    """Refuse a model some of whose outputs for an example are others than among copies of it."""
+    equal = all_equal([(first, second) for first, second in pairs.values()])  # most of them
+    rest = [pair for pair, same_numbers in zip(pairs.items(), equal, strict=True) if not same_numbers]
+    gaps = largest_gaps([gap_and_size(first, second) for _, (first, second) in rest])
+    for (key, (first, _)), (gap, size) in zip(rest, gaps, strict=True):  # as they came: the first is the cause
+        what = "the other examples of the batch (or rows were reordered on the way)"
+        try:
+            _require_small(key[0], gap, size, what, max(_SLACK, torch.finfo(first.dtype).eps))
+        except MixedExamplesError as error:
+            error.inside = key[1][0] if key[1] is not None and key[1][1] else None
+            raise
+
+
 def _require_same_norms(together: dict[str, Tensor], alone: list[dict[str, Tensor]]) -> None:
     """Refuse a model whose per-example gradients are others among other examples than among copies."""
-    largest = max((float(each.max()) for each in together.values()), default=0.0)
-    for position, norms in enumerate(alone):
-        for name in [name for name in together if name in norms]:
-            pair = float(together[name][position]), float(norms[name][position])
+    among, copies = _numbers(together), [_numbers(norms) for norms in alone]
+    largest = max((max(each) for each in among.values()), default=0.0)
+    for position, norms in enumerate(copies):
+        for name in [name for name in among if name in norms]:
+            pair = among[name][position], norms[name][position]
             gap, scale = abs(pair[0] - pair[1]), max(*pair, _SMALL_GRADIENT * largest)
             slack = _SLACK_UNDER_AUTOCAST if is_short(together[name]) else _SLACK_OF_NORMS
             if math.isfinite(gap) and gap > slack * scale:
@@ -192,6 +214,10 @@ def _require_same_norms(together: dict[str, Tensor], alone: list[dict[str, Tenso
                     f"{gap / scale:.2g} of its size. Such a model cannot be made private. If it returns its loss, "
                     "that must be a mean over the examples; so must a term that it returns beside its outputs."
                 )
+
+
+def _numbers(norms: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    return dict(zip(norms, numbers_of(list(norms.values())), strict=True))
 
 
 def _require_same_state(first: RecordedRun, second: RecordedRun) -> None:
@@ -204,9 +230,8 @@ def _require_same_state(first: RecordedRun, second: RecordedRun) -> None:
             )
 
 
-def _require_close(label: str, first: Tensor, second: Tensor, what: str, slack: float = 0.0) -> None:
-    gap, scale = largest_gap(first, second)
-    if gap > max(_SLACK, slack, torch.finfo(first.dtype).eps) * scale:
+def _require_small(label: str, gap: float, scale: float, what: str, slack: float) -> None:
+    if gap > slack * scale:
         raise MixedExamplesError(
             f"{label}: an example's output depends on {what}; it changes by {gap / max(scale, 1e-30):.2g} of its size. "
             "Such a model cannot be made private: use per-example statistics (GroupNorm, LayerNorm) and keep the batch "

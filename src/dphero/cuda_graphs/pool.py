@@ -24,6 +24,7 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
+        # one of its own: what libraries keep for a stream lies in the memory of the first recording made there
         self.stream = torch.cuda.Stream(device)
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
@@ -97,6 +98,12 @@ def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, fl
     issued = time.perf_counter() - start
     _wait(device)
     return time.perf_counter() - start, issued
+
+
+def give_back() -> None:
+    """Let torch give back what it does not use: recordings that are gone, too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> float:

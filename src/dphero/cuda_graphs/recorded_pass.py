@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dphero.cuda_graphs.autocast import Autocast, computing_in
 from dphero.cuda_graphs.borrowed import borrowed
@@ -18,6 +19,7 @@ from dphero.functional.unbatched import plain
 from dphero.gradients.batch import GradientBatch
 from dphero.gradients.piece import Piece
 from dphero.hooks.tape import Tape
+from dphero.hooks.twins import Twin, set_twin
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.trees import tree_flatten, tree_map, tree_unflatten
 
@@ -27,13 +29,13 @@ if TYPE_CHECKING:
 
 _CONSTANT = (bool, str, type(None), torch.dtype, torch.device)
 """Types of what a model may return besides tensors."""
-_Found = tuple[Tensor, list[str], dict[str, Piece]]
-"""What a backward pass leaves: square norms, stacked; whose they are; and the pieces."""
+_Found = tuple[Tensor, list[str], dict[str, Piece], list[Tensor]]
+"""What a backward pass leaves: square norms, stacked; whose they are; the pieces; and what it began with."""
 
 
 @dataclass
 class Results:
-    """What one pass at full size leaves behind, where a recording leaves it again at each replay."""
+    """What one pass at full size leaves behind."""
 
     outs: list[Any]
     norms: Tensor
@@ -46,11 +48,13 @@ class Shared:
 
     Attributes:
         turn: How many passes were replayed there: each writes over what those before it left.
+        begun: The last of them whose backward pass was begun.
         groups: The group of each parameter: one for all whose examples have the same weights.
         outgrown: Whether these are other groups than recordings were made for.
     """
 
     turn: int = 0
+    begun: int = -1
     groups: dict[str, int] = field(default_factory=dict)
     outgrown: bool = False
 
@@ -87,7 +91,7 @@ class Pass:
         self.rows = rows
         self._setting = setting
         self._inputs = [_buffer(leaf, axis, rows) for leaf, axis in zip(leaves, setting.axes, strict=True)]
-        self._gradients: list[Tensor] = []
+        self._gradients: list[Tensor] = []  # once recorded
         self._weights: list[Tensor] = []
         self._shared = setting.shared
 
@@ -104,8 +108,9 @@ class Pass:
         found: list[GradientBatch] = []
         outs, _ = self._forward(found)
         self._trained = [place for place, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
-        self._gradients = [distinct_numbers(outs[place]).to(outs[place].dtype) for place in self._trained]
-        norms = self._backward(outs, found)
+        gradients = [distinct_numbers(outs[place]).to(outs[place].dtype) for place in self._trained]
+        norms = self._backward(self._edges(outs), gradients, found)
+        del gradients
         names = list(found[0].pieces)
         known = self._shared.groups
         self._groups = known if known.keys() == set(names) else dict.fromkeys(names, 0)
@@ -119,19 +124,30 @@ class Pass:
         """Record the pass."""
         forward, backward = self._as_written()
         self._replay_forward, outs = pool.record(forward)
-        self._replay_backward, (norms, names, pieces) = pool.record(backward)
+        # whatever the backward pass takes may lie where the outputs do: they are copied before that is replayed
+        self.outs = borrowed(outs)
+        del outs
+        self._replay_backward, (norms, names, pieces, gradients) = pool.record(backward)
         self._replay_sums, sums = pool.record(lambda: self._sum(pieces))
-        self._outs, self.norms, self.found, self._sums = borrowed((outs, norms, pieces, sums))
+        self._gradients, self.norms, self.found, self.added = borrowed((gradients, norms, pieces, sums))
         self.names = names
 
-    def repeated(self) -> Results:
+    def repeat(self) -> None:
         """Replay the recording on what it was recorded with."""
+        self.repeat_forward()
+        self.repeat_backward()
+
+    def repeat_forward(self) -> None:
+        """Replay the forward pass on what it was recorded with; its outputs hold until the backward pass begins."""
+        self._shared.turn += 1
+        self._replay_forward()
+
+    def repeat_backward(self) -> None:
+        """Replay the backward pass and the sums on what they were recorded with."""
         for place in (*self._gradients, *self._weights):
             place.copy_(distinct_numbers(place))
-        self._shared.turn += 1
-        for replay in (self._replay_forward, self._replay_backward, self._replay_sums):
-            replay()
-        return Results(self._outs, self.norms, self._sums)
+        self._replay_backward()
+        self._replay_sums()
 
     def shares(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for some examples, their square norms and those of what they add to the sums, by parameter."""
@@ -140,28 +156,29 @@ class Pass:
                 weights.zero_()
                 weights[row] = 1.0
             self._replay_sums()
-            added = dict(zip(self.found, self._sums, strict=True))
+            sums = dict(zip(self.found, self.added, strict=True))
             geometry = self._setting.geometry.live
             squares = []
             for name in self.names:
-                whitened = geometry[name].whiten(added[name].view(1, *geometry[name].shape))
+                whitened = geometry[name].whiten(sums[name].view(1, *geometry[name].shape))
                 squares.append(whitened.double().square().sum())
             yield self.norms[:, row], torch.stack(squares)
 
     def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
         """Return both passes as functions."""
         found: list[GradientBatch] = []
-        outs: list[Any] = []
+        edges: list[GradientEdge] = []
 
         def forward() -> list[Any]:
-            made, self._out_structure = self._forward(found)
-            outs.extend(made)
+            outs, self._out_structure = self._forward(found)
+            edges.extend(self._edges(outs))
             return [out.detach() if isinstance(out, Tensor) else out for out in outs]
 
         def backward() -> _Found:
-            norms, batch = self._backward(outs, found), found.pop()
-            outs.clear()
-            return norms, list(batch.square_norms), batch.pieces
+            gradients = [torch.empty_like(self.outs[place]) for place in self._trained]  # filled before each replay
+            norms, batch = self._backward(edges, gradients, found), found.pop()
+            edges.clear()
+            return norms, list(batch.square_norms), batch.pieces, gradients
 
         return forward, backward
 
@@ -182,10 +199,16 @@ class Pass:
                 raise CannotRecordError(f"for {self.rows} rows it returns a tensor of shape {tuple(out.shape)}")
         return outs, structure
 
-    def _backward(self, outs: Sequence[Any], found: list[GradientBatch]) -> Tensor:
+    def _edges(self, outs: Sequence[Any]) -> list[GradientEdge]:
+        """Return where the backward pass begins; the outputs themselves need not be kept for it."""
+        return [get_gradient_edge(outs[place]) for place in self._trained]
+
+    def _backward(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], found: list[GradientBatch]
+    ) -> Tensor:
         """Run the backward pass; return the square norms of all parameters."""
-        if self._trained:
-            torch.autograd.backward([outs[place] for place in self._trained], self._gradients)
+        if edges:
+            torch.autograd.backward(edges, gradients)
         if not found or not found[0].pieces:
             raise CannotRecordError("no parameter takes part in what it returns")
         return found[0].stacked_norms()
@@ -202,18 +225,25 @@ class Pass:
         """Replay the forward pass on these arguments; the backward pass follows when autograd arrives."""
         self._shared.turn += 1
         self.fill(leaves, rows)
-        anchor = torch.empty(0, device=self._gradients[0].device, requires_grad=True)
-        trained = iter(_Replay.apply(anchor, self, tape, rows, self._shared.turn))
+        anchor = torch.empty(0, device=self.norms.device, requires_grad=True)
+        turn = self._shared.turn
+        copies = _Replay.apply(anchor, self, tape, rows, turn)
+        for place, copy in zip(self._trained, copies, strict=True):
+            set_twin(copy, Twin(self.outs[place][:rows], lambda: self._outputs_hold(turn)))
+        trained = iter(copies)
         outs = [
             next(trained) if place in self._trained else out[:rows].clone() if isinstance(out, Tensor) else out
-            for place, out in enumerate(self._outs)
+            for place, out in enumerate(self.outs)
         ]
         return tree_unflatten(outs, self._out_structure)
+
+    def _outputs_hold(self, turn: int) -> bool:
+        return self._shared.turn == turn != self._shared.begun
 
     def forward(self, rows: int) -> tuple[Tensor, ...]:
         """Replay the forward pass; return copies of the outputs that carry a gradient."""
         self._replay_forward()
-        return tuple(self._outs[place][:rows].clone() for place in self._trained)
+        return tuple(self.outs[place][:rows].clone() for place in self._trained)
 
     def backward(self, gradients: Sequence[Tensor], rows: int, turn: int, tape: Tape) -> None:
         """Replay the backward pass; hand what it found to the tape."""
@@ -223,6 +253,7 @@ class Pass:
                 "the model was called again before this backward pass, which overwrote what it needs: call it once for "
                 "each batch, then backward(), or call make_private with cuda_graphs=False"
             )
+        self._shared.begun = turn  # gradients may lie where the outputs did
         for place, gradient in zip(self._gradients, gradients, strict=True):
             place[:rows].copy_(gradient)
             place[rows:].zero_()
@@ -243,7 +274,7 @@ class Pass:
             place[:rows].copy_(values)
             place[rows:].zero_()
         self._replay_sums()
-        parts = torch.cat(self._sums).split([len(each) for each in self._sums])  # all copied at once
+        parts = torch.cat(self.added).split([len(each) for each in self.added])  # all copied at once
         return {name: part.view(piece.shape) for (name, piece), part in zip(self.found.items(), parts, strict=True)}
 
     def pieces(self, turn: int) -> dict[str, Piece]:

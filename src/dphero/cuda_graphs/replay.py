@@ -126,12 +126,21 @@ class Graphs:
         if not _LEAST * self._sizes[0] < rows <= self._sizes[-1]:
             return NotImplemented  # a rare large lot, or the small rest of one that came in parts
         calls = self._calls(leaves, axes, structure)
+        if not self._are_ready(calls, leaves, rows):
+            if self._made:  # whatever was recorded is gone; a pass as usual needs the memory
+                pool.give_back()
+            return NotImplemented
+        known = next(each for each in calls.passes if rows <= each.rows)
+        self._before()
+        return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
+
+    def _are_ready(self, calls: _Calls, leaves: Sequence[Any], rows: int) -> bool:
+        """Make recordings where there are none that are up to date; return whether there are then."""
         try:
             if self._recordings and not self._up_to_date():
                 self._require_seldom()
                 self._forget()  # their memory is needed
-            if not calls.passes and not self._record(calls, leaves, rows):
-                return NotImplemented
+            return bool(calls.passes) or self._record(calls, leaves, rows)
         except CannotRecordError as error:
             self._forget()
             if self._required:
@@ -139,10 +148,7 @@ class Graphs:
                     f"cuda_graphs=True: this model's passes cannot be recorded: {error}. Leave cuda_graphs out."
                 ) from error
             self._give_up(str(error))
-            return NotImplemented
-        known = next(each for each in calls.passes if rows <= each.rows)
-        self._before()
-        return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
+            return False
 
     def _knows_sizes(self) -> bool:
         if not self._sizes:
@@ -222,10 +228,7 @@ class Graphs:
                 isinstance(error, (UnknownCallError, CannotFollowError)) or not isinstance(error, RuntimeError)
             ):
                 raise
-            cause: BaseException = error
-            while cause.__context__ is not None:  # the end of a recording that failed is an error of its own
-                cause = cause.__context__
-            raise CannotRecordError((str(cause) or type(cause).__name__).splitlines()[0]) from error
+            raise CannotRecordError(_reason(error)) from error
         return bool(calls.passes)
 
     def _device(self, leaves: Sequence[Any]) -> torch.device:
@@ -288,7 +291,7 @@ class Graphs:
             with snapshot.restored_afterwards():
                 each.record(self._pool)
             with snapshot.restored_afterwards():
-                require_equal(results, each.repeated(), short=short)
+                require_equal(results, each, short=short)
                 require_bounded(each)
         if not self._asked_for_gain:
             self._require_gain(next(each for each in made if rows <= each.rows), usual, free, device, snapshot)
@@ -299,7 +302,7 @@ class Graphs:
     ) -> None:
         """Raise ``CannotRecordError`` if a replayed pass is hardly faster, or leaves no memory for one as usual."""
         with snapshot.restored_afterwards():
-            replayed, _ = pool.seconds(made.repeated, device)
+            replayed, _ = pool.seconds(made.repeat, device)
         if replayed > _WORTH * usual:
             raise CannotRecordError(f"replayed, a pass takes {replayed:.2g} s, and {usual:.2g} s without")
         left = pool.free_memory(device)
@@ -317,6 +320,12 @@ class Graphs:
 def can_be_recorded(*tensors: Tensor) -> bool:
     """Tell whether tensors are on a device whose operations can be recorded."""
     return all(tensor.device.type in _DEVICES for tensor in tensors)
+
+
+def _reason(error: BaseException) -> str:
+    while error.__context__ is not None:  # the end of a recording that failed is an error of its own
+        error = error.__context__
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _live(taps: Taps, device: torch.device) -> LiveGeometry:

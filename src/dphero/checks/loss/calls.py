@@ -32,6 +32,7 @@ class Source:
     axis: int | None  # where it carries the examples; None if it does not
     fold: int = 1  # how many entries along that axis belong to one example
     edge: GradientEdge | None = None  # its place in the graph, if it has a gradient
+    holds: Callable[[], bool] = lambda: True  # whether the copy is still what it was
 
 
 @dataclass

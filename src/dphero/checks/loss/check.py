@@ -37,9 +37,9 @@ from dphero.checks.loss.graph import (
 )
 from dphero.checks.loss.recorder import Recorder, ordinary, watched_class
 from dphero.checks.loss.reduction import ReductionCheck, require_same_targets
-from dphero.checks.loss.repetition import set_aside
 from dphero.checks.loss.replay import compare_losses
 from dphero.checks.loss.unseen import OUTSIDE, Constants, not_repeated
+from dphero.hooks.twins import twin_of
 from dphero.numerics.buffers import cache_emptied
 from dphero.numerics.trees import tree_flatten, tree_unflatten
 
@@ -139,7 +139,7 @@ class LossCheck:
         else:
             watched = value.as_subclass(self._kind)
         if recorder is not None:
-            recorder.output(watched, *self._place(number, value.shape, recorder.rows), edge)
+            recorder.output(watched, *self._place(number, value.shape, recorder.rows), edge, twin_of(value))
         return watched
 
     def _place(self, number: int, shape: torch.Size, rows: int) -> tuple[int | None, int]:
@@ -196,9 +196,10 @@ class LossCheck:
         edges = [source.edge for source in recorder.sources if source.edge is not None]
         given = None if gradient is None else gradient.as_subclass(Tensor)
         plain = loss.as_subclass(Tensor)
-        found = torch.autograd.grad(plain, edges, given, retain_graph=True, allow_unused=True) if edges else ()
-        actual = [set_aside(each) for each in found]
-        del found
+
+        def actual() -> Sequence[Tensor | None]:
+            return torch.autograd.grad(plain, edges, given, retain_graph=True, allow_unused=True) if edges else ()
+
         findings = compare_losses(recorder, loss, gradient, actual, self._read)
         self.notes |= dict.fromkeys(findings.notes)
         if findings.constants is not None:

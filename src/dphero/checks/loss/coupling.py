@@ -241,6 +241,8 @@ def _is_cross_entropy(node: Any, rows: int) -> bool:
         return False
     node, index = children_of(node)[0]
     shape = shape_of(node, index)
+    if kind_of(node) == "ToCopy" and OUTPUT not in node.metadata:  # on a GPU, autocast sums up in float32
+        node, index = children_of(node)[0]
     if kind_of(node) != "LogSoftmax" or OUTPUT in node.metadata or len(shape) != 2:
         return False
     if signed(node._saved_dim) not in (-1, 1) or len(children_of(node)) != 1:

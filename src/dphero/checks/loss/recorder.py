@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import get_default_nowrap_functions
 
 from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors, tensors_in
+from dphero.hooks.twins import Twin
 from dphero.numerics.generators import torch_generators
 
 _PYTHON = (bool, int, float, complex, torch.Size, tuple, list, np.ndarray)
@@ -66,11 +67,17 @@ class Recorder:
         self.sources.append(source)
         tensor._dphero_number = (self, source.number)  # type: ignore[attr-defined]
 
-    def output(self, tensor: Tensor, axis: int | None, fold: int, edge: GradientEdge | None) -> None:
-        """Follow a tensor that the model returned."""
-        with torch._C.DisableTorchFunctionSubclass():
-            value = tensor.detach().as_subclass(Tensor).clone()
-        self.add(tensor, Source(self._next(), value, axis, fold, edge))
+    def output(
+        self, tensor: Tensor, axis: int | None, fold: int, edge: GradientEdge | None, twin: Twin | None = None
+    ) -> None:
+        """Follow a tensor that the model returned; ``twin`` is where its values stand besides."""
+        source = Source(self._next(), tensor, axis, fold, edge)
+        if twin is not None:
+            source.value, source.holds = twin.value.detach(), twin.holds
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                source.value = tensor.detach().as_subclass(Tensor).clone()
+        self.add(tensor, source)
         last = [call for call in self.calls if isinstance(call, ModelCall)][-1]
         last.outputs.append(self.sources[-1])
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from dphero.checks.loss.calls import Call, ModelCall, Ref, Source, leaves, map_values, tensors
 from dphero.checks.loss.recorder import Recorder
+from dphero.numerics.compare import axis_of_rows, by_row, marks
 from dphero.numerics.generators import generators_restored
 
 SLACK = 1e-5
@@ -37,6 +38,7 @@ class RepeatedPass:
 
     loss: Any
     gradients: list[Tensor | None]  # at the outputs that have one, in the order of the sources
+    marks: list[Tensor | None]  # of the bits of each of them
     inputs: list[list[Any]]  # what the model was called with, call by call
     orders: list[Tensor]  # for each of these calls, which row of the first pass each row is
     python: dict[int, Any]  # what left torch, by the number of the call
@@ -58,7 +60,7 @@ class Repetition:
     """Makes the calls of a recorder again, with other examples in place of some, up to the loss (number ``target``)."""
 
     def __init__(self, recorder: Recorder, target: int, gradient: Tensor | None) -> None:
-        self._recorder, self._target = recorder, target
+        self.recorder, self._target = recorder, target
         self._gradient = None if gradient is None else map_values(gradient, recorder._reference)
         last: dict[int, int] = {}  # the number of the last call that needs a tensor
         for place, call in enumerate(recorder.calls):
@@ -77,8 +79,8 @@ class Repetition:
 
         ``plain`` is the pass in which nothing was replaced.
         """
-        recorder, values = self._recorder, {}
-        found = RepeatedPass(None, [], [], [], {})
+        recorder, values = self.recorder, {}
+        found = RepeatedPass(None, [], [], [], [], {})
         starts: list[GradientEdge] = []
         returned = {source.number for call in recorder.calls if isinstance(call, ModelCall) for source in call.outputs}
         for source in recorder.sources:
@@ -109,7 +111,7 @@ class Repetition:
                 value = _Start.apply(torch.empty(0, device=value.device, requires_grad=True), value)
             assert value.grad_fn is not None
             starts.append(GradientEdge(value.grad_fn, value.output_nr))
-        return value.clone() if self._recorder.in_place else value
+        return value.clone() if self.recorder.in_place else value
 
     def _make(self, call: Call, place: int, values: dict[int, Any], python: dict[int, Any]) -> None:
         args, kwargs = (map_values(each, lambda x: _value(values, x)) for each in (call.args, call.kwargs))
@@ -139,6 +141,7 @@ class Repetition:
             return False
         with torch.enable_grad():
             found.gradients = list(torch.autograd.grad(loss, starts, given, allow_unused=True))
+        found.marks = [marks(each, self.recorder.rows) for each in found.gradients]
         found.loss = loss.detach()
         return True
 
@@ -197,17 +200,6 @@ def _changes(pairs: list[tuple[Tensor, Tensor]], rows: int) -> tuple[Tensor, Ten
         largest.append(first.abs().amax())
     tiny = torch.finfo(torch.float64).tiny
     return torch.cat(moved).cpu(), torch.stack(largest).amax().cpu().clamp(min=tiny)
-
-
-def axis_of_rows(value: Tensor, rows: int) -> int | None:
-    """Return where a tensor carries the examples, as far as its shape tells."""
-    places = [axis for axis, size in enumerate(value.shape[:2]) if size == rows]
-    return places[0] if places else 0 if value.dim() and value.shape[0] and value.shape[0] % rows == 0 else None
-
-
-def by_row(value: Tensor, axis: int, rows: int) -> Tensor:
-    """Return a tensor as a matrix with a row for each example."""
-    return value.movedim(axis, 0).reshape(rows, -1)
 
 
 def _value(values: dict[int, Any], each: Any) -> Any:

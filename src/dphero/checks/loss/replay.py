@@ -16,7 +16,7 @@ are only shown to somebody; they matter if numbers that enter the loss from outs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from torch import Tensor
 from dphero.checks.loss.calls import Call
 from dphero.checks.loss.coupling import halves
 from dphero.checks.loss.recorder import Recorder
-from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, axis_of_rows, by_row, set_aside
+from dphero.checks.loss.repetition import SLACK, RepeatedPass, Repetition, set_aside
 from dphero.checks.loss.unseen import STEERED, Constants, ancestors, constants_of, limits_of, not_repeated
-from dphero.numerics.compare import is_short
+from dphero.numerics.compare import axis_of_rows, by_row, is_short, marks, same_marks
 
 _REPLACEMENTS = 6
 """How often a loss is computed again."""
@@ -50,12 +50,16 @@ class Findings:
 
 
 def compare_losses(
-    recorder: Recorder, loss: Tensor, gradient: Tensor | None, actual: list[Tensor | None] | None, number: int
+    recorder: Recorder,
+    loss: Tensor,
+    gradient: Tensor | None,
+    actual: Callable[[], Sequence[Tensor | None]],
+    number: int,
 ) -> Findings:
     """Compute the loss again with other examples, chosen by ``number``; return what could not be found out.
 
-    ``actual`` are the gradients of the loss at the model's outputs, in the order of the sources that have a place in
-    the graph; ``None`` if they are not known. The list is emptied when they are not needed any more.
+    ``actual`` computes the gradients of the loss at the model's outputs, in the order of the sources that have a place
+    in the graph. None are kept: of a language model they take as much memory as its outputs.
 
     Raises:
         ValueError: If examples change the gradients of others.
@@ -65,6 +69,8 @@ def compare_losses(
         return Findings([not_repeated("it was not computed by torch functions alone")])
     if recorder.trouble:
         return Findings([not_repeated(recorder.trouble)])
+    if not all(source.holds() for source in recorder.sources):
+        return Findings([not_repeated("the model was called again, or back-propagated, since it returned its outputs")])
     needed = ancestors(recorder, target)
     if recorder.earlier & needed:
         raise ValueError(
@@ -73,12 +79,11 @@ def compare_losses(
             "the batch in hand, from the model, or from public data."
         )
     repetition = Repetition(recorder, target, gradient)
+    expected = [marks(each, recorder.rows) for each in actual()]
     plain = repetition.run(torch.arange(recorder.rows), None)
-    if plain is None or not _same_loss(plain, loss, actual):
+    if plain is None or not _same_loss(plain, loss, expected, actual):
         return Findings([not_repeated("computing it a second time gave something else")])
-    if actual is not None:
-        actual.clear()
-    plain.gradients = [set_aside(each) for each in plain.gradients]
+    plain.gradients.clear()
     tried, changed, uneven = 0, set(), False
     for half, row in _replacements(recorder, number):
         index = torch.arange(recorder.rows)
@@ -87,7 +92,7 @@ def compare_losses(
         if other is not None:
             tried += 1
             changed |= {place for place, value in plain.python.items() if not _equal(value, other.python[place])}
-            uneven |= not _compare(recorder, plain, other, index)
+            uneven |= not _compare(repetition, plain, other, index)
         del other  # before the next one is made
     places = [place for place, call in enumerate(recorder.calls) if isinstance(call, Call) and call.made & needed]
     taken = [recorder.calls[place] for place in changed if place < max(places)]
@@ -117,8 +122,9 @@ def _replacements(recorder: Recorder, number: int) -> Iterator[tuple[Tensor, int
         yield (first, second, ~first, ~second)[position % 4], row
 
 
-def _compare(recorder: Recorder, plain: RepeatedPass, other: RepeatedPass, index: Tensor) -> bool:
+def _compare(repetition: Repetition, plain: RepeatedPass, other: RepeatedPass, index: Tensor) -> bool:
     """Raise if what belongs to the examples that stay is not as it was; return whether that can be said."""
+    recorder = repetition.recorder
     names = {call.name for call in recorder.calls if isinstance(call, Call)}
     if names & _UNEVEN:
         return False
@@ -138,6 +144,13 @@ def _compare(recorder: Recorder, plain: RepeatedPass, other: RepeatedPass, index
     if random and not in_place:
         return False
     rows = order == torch.arange(len(order)) if in_place else torch.ones_like(order, dtype=torch.bool)
+    if all(same_marks(*pair, order, rows) for pair in zip(plain.marks, other.marks, strict=True)):
+        return True
+    if not plain.gradients:  # made again, and kept from now on: rounding may differ for the others too
+        again = repetition.run(torch.arange(recorder.rows), None)
+        if again is None:
+            return False
+        plain.gradients = [set_aside(each) for each in again.gradients]
     for first, second in zip(plain.gradients, other.gradients, strict=True):
         if first is None and second is None:
             continue
@@ -182,13 +195,18 @@ def _change(first: Tensor, second: Tensor, order: Tensor, which: Tensor) -> floa
     return largest if largest > (_SLACK_OF_HALVES if is_short(first) else SLACK) else 0.0
 
 
-def _same_loss(plain: RepeatedPass, loss: Tensor, actual: list[Tensor | None] | None) -> bool:
+def _same_loss(
+    plain: RepeatedPass,
+    loss: Tensor,
+    expected: list[Tensor | None],
+    actual: Callable[[], Sequence[Tensor | None]],
+) -> bool:
     first, second = plain.loss.double(), loss.detach().as_subclass(Tensor).double()
     if first.shape != second.shape or not torch.allclose(first, second, rtol=1e-2, atol=1e-30, equal_nan=True):
         return False
-    if actual is None:
-        return any(each is not None for each in plain.gradients)
-    for one, two in zip(plain.gradients, actual, strict=True):
+    if all(same_marks(*pair) for pair in zip(plain.marks, expected, strict=True)):
+        return True
+    for one, two in zip(plain.gradients, actual(), strict=True):
         if one is None or two is None:
             if one is not two and _largest(one if one is not None else two) > 0:
                 return False
