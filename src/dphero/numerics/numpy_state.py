@@ -1,8 +1,8 @@
 """Where numpy's global generator stands: read and put back without going through Python, which takes numpy 0.1 ms.
 
 A private step does that twice. So the 624 words of the Mersenne twister, and its place among them, are copied from
-where numpy keeps them for code in C. Not there is the one normal that numpy's older functions may have in store. As long as
-the words are those at which there was known to be none, there is none: to put one in store takes words.
+where numpy keeps them for code in C. Not there is the one normal that numpy's older functions may have in store. As
+long as the words are those at which there was known to be none, there is none: to put one in store takes words.
 """
 
 from __future__ import annotations
