@@ -151,20 +151,21 @@ class Mechanism:
             self.releases += 1
         gradients = self._add(noise, lot.sums)
         self.shape.after_release(self.releases, scale, gradients)
-        if counts:  # last: the bound above was this release's
+        if for_count is not None:  # last: the bound above was this release's
             self._adapt(lot, for_count / scale)
         return gradients
 
-    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Draw N(0, scale²) for every parameter, and one number more for the count of an adaptive clip rule.
 
         In single precision at least: the grid of a shorter format would show the sum through the noise.
         """
-        noise = dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
-        for_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        targets = {**noise, _COUNT: for_count} if counts else noise
+        targets = dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
+        if counts:
+            targets[_COUNT] = torch.zeros((), dtype=torch.float64, device="cpu")
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))
-        return noise, for_count
+        for_count = targets.pop(_COUNT, None)
+        return targets, for_count
 
     def _bound_to(self, lot: ClippedSum) -> list[Tensor]:
         """Return what the noise of a lot is bound to: its shape, and the lot's sums, count and norms.
@@ -183,8 +184,7 @@ class Mechanism:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""
         if sums:
             torch._foreach_add_([noise[name] for name in sums], list(sums.values()))
-        dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
-        return {name: z if z.dtype == dtypes[name] else z.to(dtypes[name]) for name, z in noise.items()}
+        return {name: z.to(self._parameters[name].dtype) for name, z in noise.items()}
 
     def _adapt(self, lot: ClippedSum, normal: Tensor) -> None:
         """Release the count under its own noise; the clip rule moves its bound by it."""
