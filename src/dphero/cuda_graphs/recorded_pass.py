@@ -122,7 +122,7 @@ class Pass:
         self._replay_backward, (norms, names, pieces) = pool.record(backward)
         self._replay_sums, sums = pool.record(lambda: self._sum(pieces))
         self._outs, self.norms, self.found, self._sums = borrowed((outs, norms, pieces, sums))
-        self.names = names
+        self.names, self._sizes = names, [each.numel() for each in self._sums]
 
     def repeated(self) -> Results:
         """Replay the recording on what it was recorded with."""
@@ -224,8 +224,7 @@ class Pass:
                 "each batch, then backward(), or call make_private with cuda_graphs=False"
             )
         for place, gradient in zip(self._gradients, gradients, strict=True):
-            place[:rows].copy_(gradient)
-            place[rows:].zero_()
+            _put_above_zeros(place, gradient, rows)
         self._replay_backward()
         tape.settle(_ReplayedBatch(self, rows, turn))
 
@@ -240,10 +239,9 @@ class Pass:
             filled = {key: _filled(values, self.rows) for key, values in distinct.items()}
             return {name: piece.weighted_sum(filled[id(weights[name])]) for name, piece in self.pieces(turn).items()}
         for place, values in zip(self._weights, distinct.values(), strict=True):
-            place[:rows].copy_(values)
-            place[rows:].zero_()
+            _put_above_zeros(place, values, rows)
         self._replay_sums()
-        parts = torch.cat(self._sums).split([len(each) for each in self._sums])  # all copied at once
+        parts = torch.cat(self._sums).split_with_sizes(self._sizes)  # all copied at once
         return {name: part.view(piece.shape) for (name, piece), part in zip(self.found.items(), parts, strict=True)}
 
     def pieces(self, turn: int) -> dict[str, Piece]:
@@ -302,12 +300,21 @@ def _buffer(leaf: Any, axis: int | None, rows: int) -> Any:
 
 def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
     """Copy a tensor, or its first rows, to its place, and the first row to what is left there."""
-    if rows is None:
+    if rows is None or rows == place.shape[0] == leaf.shape[0]:
         place.copy_(leaf)
         return
     place[:rows].copy_(leaf[:rows])
     if rows < len(place):
         place[rows:].copy_(leaf[:1].expand(len(place) - rows, *leaf.shape[1:]))
+
+
+def _put_above_zeros(place: Tensor, values: Tensor, rows: int) -> None:
+    """Copy so many rows to their place, and let what is left there be zero."""
+    if rows == place.shape[0]:
+        place.copy_(values)
+        return
+    place[:rows].copy_(values)
+    place[rows:].zero_()
 
 
 def _filled(values: Tensor, rows: int) -> Tensor:
