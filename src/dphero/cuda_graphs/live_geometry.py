@@ -64,6 +64,7 @@ class LiveGeometry:
         if geometry is self._followed:
             return True
         pairs: list[tuple[Tensor, Any]] = []
+        paired: set[tuple[int, int]] = set()  # a weight and its bias share a factor, which is copied once
         if geometry.keys() != self.live.keys():
             return False
         for name, shape in geometry.items():
@@ -71,7 +72,10 @@ class LiveGeometry:
                 theirs, mine = getattr(shape, side), getattr(self.live[name], side)
                 if (theirs is None) != (mine is None):
                     return False
-                if theirs is not None and not _pair(theirs, mine, pairs):
+                if theirs is None or (id(theirs), id(mine)) in paired:
+                    continue
+                paired.add((id(theirs), id(mine)))
+                if not _pair(theirs, mine, pairs):
                     return False
         tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
         if tensors:
