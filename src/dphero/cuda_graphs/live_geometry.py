@@ -14,7 +14,7 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor, times
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
-from dphero.numerics.transfer import to_device
+from dphero.numerics.transfer import grouped, to_device
 
 _KINDS = (Dense, Diagonal, LowRank, Scalar)
 _NOT_COMPUTED_WITH = ("largest",)
@@ -78,8 +78,9 @@ class LiveGeometry:
                 if not _pair(theirs, mine, pairs):
                     return False
         tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
-        if tensors:
-            torch._foreach_copy_([mine for mine, _ in tensors], [value for _, value in tensors])
+        # One call copies all of its list one after another where some are of another type, or have gaps.
+        for some in grouped((mine.dtype, mine.is_contiguous(), value.is_contiguous()) for mine, value in tensors):
+            torch._foreach_copy_([tensors[n][0] for n in some], [tensors[n][1] for n in some])
         if self._places:
             values = {id(mine): value for mine, value in pairs}
             found = [values[id(vars(factor)[name])] for factor, name in self._places]

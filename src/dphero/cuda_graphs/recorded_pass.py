@@ -275,6 +275,8 @@ class _Replay(torch.autograd.Function):
 class _ReplayedBatch(GradientBatch):
     """The per-example gradients that a replay left in the recording's places."""
 
+    recorded = True
+
     def __init__(self, made: Pass, rows: int, turn: int) -> None:
         norms = made.norms[:, :rows]
         super().__init__(rows, made.found, dict(zip(made.names, norms.unbind(0), strict=True)))

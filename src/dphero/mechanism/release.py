@@ -74,6 +74,7 @@ class Mechanism:
         self.ledger = ledger
         self.budget: Budget | None = None
         self.releases = 0
+        self._room: dict[str, Tensor] | None = None  # see `make_room`
         self._parameters, self._event, self._colour = dict(parameters), event, colour
         self.shape = NoiseShape(
             self.rule,
@@ -116,8 +117,20 @@ class Mechanism:
 
     def before_lot(self) -> None:
         """Renew the geometry when its time has come; refuse a lot that the budget does not cover."""
+        self._room = None  # if a lot failed: parameters may be elsewhere by now
         self.shape.before_lot(self.releases, self.noise_scale)
         self.check_budget()
+
+    def make_room(self) -> None:
+        """Take memory for the noise of the lot under way, before its norms are known.
+
+        Python has time until a GPU has computed them; from then on the GPU waits for Python. Not for a batch whose
+        gradients take memory that they give back once they are summed.
+        """
+        self._room = self._new_room()
+
+    def _new_room(self) -> dict[str, Tensor]:
+        return dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
 
     def next_event(self) -> Event:
         """Return what the next release will cost."""
@@ -160,7 +173,7 @@ class Mechanism:
 
         In single precision at least: the grid of a shorter format would show the sum through the noise.
         """
-        targets = dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
+        targets, self._room = self._room or self._new_room(), None
         if counts:
             targets[_COUNT] = torch.zeros((), dtype=torch.float64, device="cpu")
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))

@@ -194,5 +194,5 @@ def _described(kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
 
 def _bytes_of(value: Tensor) -> memoryview:
     """Return the bytes of a tensor that is not empty, in the order of its elements."""
-    plain = value.detach().contiguous()
+    plain = (value.detach() if value.requires_grad else value).contiguous()
     return (plain if plain.dtype in _BYTES_AS_THEY_ARE else plain.view(-1).view(torch.uint8)).numpy().data.cast("B")

@@ -153,6 +153,8 @@ class Run:
             self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
             self.row_limit.note(batch.rows, stepped=releases > 0)
             if batch.last:
+                if gradients.recorded:  # they lie in memory of their own, and do not go
+                    self.mechanism.make_room()
                 released = self.mechanism.release(self.lot_sum.finish(self.mechanism.expected_lot))
             added = True
         finally:
