@@ -69,6 +69,7 @@ class _Recording:
         self.live = LiveGeometry(geometry, self._device)
         # They lie as noise does, what is not coloured among them: then one copy does.
         self._places = dict(zip(noise, room_for(noise.values()), strict=True))
+        self._whole = whole_of([*self._places.values()])
         self._runs, self._replay = 0, self._one_after_another
         expected = {name: part.clone() for name, part in noise.items()}
         colour_all_(geometry, expected)
@@ -102,11 +103,11 @@ class _Recording:
 
     def _pieces(self, noise: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return noise and its places: in one piece, if all of it lies so."""
-        theirs, ours = [noise[name] for name in self._places], [*self._places.values()]
-        their_whole, our_whole = whole_of(theirs), whole_of(ours)
-        if their_whole is None or our_whole is None or their_whole.shape != our_whole.shape:
-            return theirs, ours
-        return [their_whole], [our_whole]
+        theirs = [noise[name] for name in self._places]
+        whole = None if self._whole is None else whole_of(theirs)
+        if whole is None or self._whole is None or whole.shape != self._whole.shape:
+            return theirs, [*self._places.values()]
+        return [whole], [self._whole]
 
     def _require_replayed(self, noise: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         found = self._coloured(noise)
