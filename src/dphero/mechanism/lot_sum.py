@@ -111,8 +111,7 @@ class LotSum:
         self._require_same_lot(divisor, batch.geometry)
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
         stacked = batch.stacked_norms()[:, :real] * (scale * slack) ** 2
-        # before the next line, which would make a 0 of minus infinity; `isfinite` is four operations on a GPU
-        finite = stacked.sum(0).abs() < math.inf
+        finite = _are_finite(stacked)  # before the next line, which would make a 0 of minus infinity
         stacked.clamp_(min=0)  # a square below zero by rounding would make a weight of NaN
         keep = None
         if real < batch.rows:
@@ -188,6 +187,11 @@ class _Added:
     squares: SquareNorms  # ‖w_i‖² by parameter
     reading: Fetched  # what `_numbers` found
     sums: dict[str, Tensor]  # the clipped sums, right if all are finite
+
+
+def _are_finite(stacked: Tensor) -> Tensor:
+    """Tell which examples have finite norms alone (in two operations; ``isfinite`` takes four on a GPU)."""
+    return stacked.sum(0).abs() < math.inf
 
 
 def _numbers(total: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
