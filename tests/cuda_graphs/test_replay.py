@@ -775,6 +775,22 @@ def test_a_live_geometry_follows(kind: str) -> None:
     assert float(w.smallest) == pytest.approx(second["w"].smallest)
 
 
+@pytest.mark.parametrize("kind", FACTORS)
+def test_a_shared_factor_is_copied_once_and_must_stay_shared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def geometry(*factors: Any) -> dict[str, Geometry]:
+        return {"w": Geometry((6, 4), left=factors[0]), "b": Geometry((6,), left=factors[-1])}
+
+    torch.manual_seed(0)
+    copied, copy = list[Tensor](), torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda places, values: copied.extend(places) or copy(places, values))
+    live, second = LiveGeometry(geometry(FACTORS[kind]()), torch.device("cpu")), geometry(FACTORS[kind]())
+    assert live.follow(second) and len(set(map(id, copied))) == len(copied)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(live.live["b"].whiten(x), second["b"].whiten(x))
+    copied.clear()
+    assert not live.follow(geometry(FACTORS[kind](), FACTORS[kind]())) and not copied
+
+
 def test_a_live_geometry_notices_another_form() -> None:
     live = LiveGeometry({"w": Geometry((6, 4), left=FACTORS["low rank"]())}, torch.device("cpu"))
     for left in (None, FACTORS["dense"](), LowRank(orthonormal(6, 3), torch.rand(3) + 0.5, 1.0)):

@@ -64,7 +64,7 @@ class LiveGeometry:
         if geometry is self._followed:
             return True
         pairs: list[tuple[Tensor, Any]] = []
-        paired: set[tuple[int, int]] = set()  # a weight and its bias share a factor, which is copied once
+        paired: dict[int, Factor] = {}  # a weight and its bias share a factor, which is copied once
         if geometry.keys() != self.live.keys():
             return False
         for name, shape in geometry.items():
@@ -72,11 +72,11 @@ class LiveGeometry:
                 theirs, mine = getattr(shape, side), getattr(self.live[name], side)
                 if (theirs is None) != (mine is None):
                     return False
-                if theirs is None or (id(theirs), id(mine)) in paired:
+                if theirs is None or paired.get(id(mine)) is theirs:
                     continue
-                paired.add((id(theirs), id(mine)))
-                if not _pair(theirs, mine, pairs):
+                if id(mine) in paired or not _pair(theirs, mine, pairs):  # two factors would go where one was shared
                     return False
+                paired[id(mine)] = theirs
         tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
         # One call copies all of its list one after another where some are of another type, or have gaps.
         for some in grouped((mine.dtype, mine.is_contiguous(), value.is_contiguous()) for mine, value in tensors):
