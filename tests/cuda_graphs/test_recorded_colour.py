@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, colour_all_, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA
+from dphero.numerics.one_piece import room_for
 from dphero.run import Run
 from tests.cuda_graphs.stand_in import DEVICE, StandIn
 from tests.trainer import Training, data, network, training
@@ -98,6 +99,34 @@ def test_a_geometry_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     colour, geometries = RecordedColour(), [shapes(0), shapes(1), shapes(2)]
     assert all(same(colour, geometries[step // 5], step) for step in range(15))
     assert len(copied) == 2
+
+
+def test_noise_in_one_piece_is_copied_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it lies so. The piece also holds what is not coloured."""
+    geometry, copied, copy = shapes(0), list[int](), torch._foreach_copy_
+
+    def side_by_side(tensors: Collection[Tensor]) -> list[Tensor]:
+        meta = room_for([each.to("meta") for each in tensors])
+        whole = torch.zeros(sum(-(-each.numel() // 64) * 64 for each in tensors), device=DEVICE)
+        return [whole.as_strided(each.shape, each.stride(), each.storage_offset()) for each in meta]
+
+    def counted(places: list[Tensor], values: list[Tensor]) -> None:
+        copied.append(len(places))
+        copy(places, values)
+
+    monkeypatch.setattr(recorded_colour, "room_for", side_by_side)
+    colour = RecordedColour()
+    assert same(colour, geometry, 0) and same(colour, geometry, 1)  # of noise that lies about
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    for step in range(8):
+        loose = numbers(geometry, step)
+        noise = dict(zip(loose, side_by_side(loose.values()), strict=True))
+        for name, part in noise.items():
+            part.copy_(loose[name])
+        colour(geometry, noise)
+        colour_all_(geometry, loose)
+        assert all(torch.allclose(noise[name], loose[name], rtol=1e-4, atol=1e-5) for name in geometry), step
+    assert set(copied) == {1}
 
 
 def test_isotropic_noise_is_left_as_it_is(made: list[int]) -> None:

@@ -32,6 +32,7 @@ from dphero.geometry.geometry import Geometry, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, History, Isotropic
 from dphero.hooks.taps import Taps
+from dphero.mechanism.release import Mechanism
 from dphero.models import NAMES, FeatureModel, build
 from dphero.numerics import buffers as room
 from tests.cuda_graphs.stand_in import DEVICE, StandIn
@@ -213,6 +214,27 @@ def test_every_built_in_network_can_be_recorded(
 def test_every_clip_rule_sums_with_its_own_weights(recordings: list[int], clipping: Any) -> None:
     compare(convolutional, images(), clipping=clipping)
     assert recordings
+
+
+def test_room_for_noise_is_taken_while_norms_are_computed(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not while gradients take memory that they give back."""
+    taken, make_room = list[bool](), Mechanism.make_room
+
+    def noted(self: Mechanism) -> None:
+        taken.append(True)
+        make_room(self)
+
+    monkeypatch.setattr(Mechanism, "make_room", noted)
+    train(nn.Linear(4, 3).to(DEVICE), small(), cuda_graphs=False, steps=3)
+    assert not taken
+    train(nn.Linear(4, 3).to(DEVICE), small(), cuda_graphs=True, sampling="shuffle", steps=3)
+    assert recordings and len(taken) == 3
+
+
+def small() -> TensorDataset:
+    return TensorDataset(torch.randn(60, 4).to(DEVICE), torch.randint(3, (60,)).to(DEVICE))
 
 
 def test_lots_in_parts_add_up(recordings: list[int]) -> None:
@@ -866,6 +888,22 @@ def test_a_live_geometry_follows(kind: str) -> None:
     expected = [second["w"].whiten(x), second["w"].colour(x), second["w"].square_norm(x)]
     torch.testing.assert_close(results, expected)
     assert float(w.smallest) == pytest.approx(second["w"].smallest)
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_a_shared_factor_is_copied_once_and_must_stay_shared(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def geometry(*factors: Any) -> dict[str, Geometry]:
+        return {"w": Geometry((6, 4), left=factors[0]), "b": Geometry((6,), left=factors[-1])}
+
+    torch.manual_seed(0)
+    copied, copy = list[Tensor](), torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda places, values: copied.extend(places) or copy(places, values))
+    live, second = LiveGeometry(geometry(FACTORS[kind]()), torch.device("cpu")), geometry(FACTORS[kind]())
+    assert live.follow(second) and len(set(map(id, copied))) == len(copied)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(live.live["b"].whiten(x), second["b"].whiten(x))
+    copied.clear()
+    assert not live.follow(geometry(FACTORS[kind](), FACTORS[kind]())) and not copied
 
 
 def test_a_live_geometry_notices_another_form() -> None:

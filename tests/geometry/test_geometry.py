@@ -17,7 +17,7 @@ from torch import Tensor
 from dphero.geometry.dense import Dense
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
-from dphero.geometry.geometry import Geometry, factor_from_state, identity
+from dphero.geometry.geometry import Digests, Geometry, factor_from_state, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.numerics.precision import matmul_tf32
 
@@ -354,3 +354,16 @@ def test_a_dense_factor_is_its_own_inverse_whatever_the_user_allows() -> None:
         factor = Dense(basis, torch.linspace(0.1, 3.0, 200))
         gap = factor.matrix.double() @ factor.inverse.double() - torch.eye(200, device="cuda", dtype=torch.float64)
     assert float(gap.abs().max()) < 1e-4
+
+
+def test_digests_tell_geometries_apart_and_nothing_else() -> None:
+    """A weight and its bias share a factor, of which one mark is made: that it is shared must not show."""
+    left = Dense(basis(5, 5, 0, torch.float32), scales(5, 0, torch.float32))
+    again = factor_from_state({**left.state(), "basis": left.basis.clone()})
+    shared = Digests([Geometry((5, 3), left=left), Geometry((5,), left=left), identity((5, 3))]).found()
+    apart = Digests([Geometry((5, 3), left=left), Geometry((5,), left=again), identity((5, 3))]).found()
+    assert shared == apart and len(set(shared)) == 3
+    others = [Geometry((5, 3), left=left.scaled(1.0000002)), Geometry((5, 3), right=Scalar(3, 2.0)), identity((3, 5))]
+    assert not set(Digests(others).found()) & set(shared)
+    late = Digests([Geometry((5, 3), left=left)])
+    assert late.found() == late.found() == shared[:1]

@@ -57,6 +57,27 @@ def wide(seed: int = 0) -> nn.Sequential:
     return module
 
 
+def test_room_taken_early_is_for_one_release() -> None:
+    found = []
+    for early in (False, True):
+        it = mechanism(training(guidance="isotropic", seed=5))
+        it.before_lot()
+        if early:
+            it.make_room()
+        found.append([it.release(clipped(it, {})) for _ in range(2)])
+    usual, (first, second) = found
+    for name in first:
+        assert torch.equal(first[name], usual[0][name]) and torch.equal(second[name], usual[1][name])
+        assert first[name].untyped_storage().data_ptr() != second[name].untyped_storage().data_ptr()
+
+
+def test_room_of_a_lot_that_failed_is_given_back() -> None:
+    it = mechanism(training(guidance="isotropic"))
+    it.make_room()
+    it.before_lot()
+    assert it._room is None
+
+
 # -- the noise of one real release ---------------------------------------------------------------------------
 
 SHAPED: list[tuple[str, Any]] = [

@@ -32,6 +32,7 @@ from dphero.sampling import (
     dataset_of,
     public_rate,
 )
+from dphero.sampling.loader import _rows_of
 from dphero.sampling.samplers import _distinct
 
 RECORDS, RATE, DRAWS = 40, 0.2, 4000
@@ -374,6 +375,21 @@ def test_a_dataset_may_return_ready_batches(workers: int) -> None:
 def test_a_ready_batch_may_be_one_tensor() -> None:
     source = DataLoader(ReadyTensor(), batch_size=6, collate_fn=as_it_is)
     assert next(iter(private_loader(source))).tolist() == PoissonSampler(30, 0.2, 1).draw(0).tolist()
+
+
+@pytest.mark.parametrize("layout", ["plain", "turned", "with gaps", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_rows_of_tensors_are_those_that_were_drawn(layout: str, dtype: torch.dtype) -> None:
+    numbers = torch.arange(12 * 3 * 4 * 5).view(12, 3, 4, 5).remainder(7).to(dtype)
+    kinds = {
+        "plain": numbers,
+        "turned": numbers.mT,
+        "with gaps": numbers[:, ::2],
+        "channels last": numbers.contiguous(memory_format=torch.channels_last),
+    }
+    index = torch.tensor([7, 0, 7, 11])
+    found = _rows_of(kinds[layout], index)
+    assert torch.equal(found, kinds[layout][index]) and found.dtype == dtype
 
 
 def test_a_lot_is_refused_before_it_is_drawn() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dphero.numerics.trees import tree_flatten, tree_unflatten
+from dphero.numerics.trees import arguments_flatten, tree_unflatten
 
 _EXAMPLES = 3
 """How many examples a model is examined with."""
@@ -18,7 +18,7 @@ class Arguments:
     """The arguments of one call of the model, on a batch of so many rows."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        self._leaves, self.structure = tree_flatten((args, kwargs))
+        self._leaves, self.structure = arguments_flatten(args, kwargs)
         self.rows = rows
         self.axes: Sequence[int | None] = [None] * len(self._leaves)
         """Where each argument carries the examples."""

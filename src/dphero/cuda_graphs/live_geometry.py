@@ -14,7 +14,7 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor, times
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
-from dphero.numerics.transfer import to_device
+from dphero.numerics.transfer import grouped, to_device
 
 _KINDS = (Dense, Diagonal, LowRank, Scalar)
 _NOT_COMPUTED_WITH = ("largest",)
@@ -64,6 +64,7 @@ class LiveGeometry:
         if geometry is self._followed:
             return True
         pairs: list[tuple[Tensor, Any]] = []
+        paired: dict[int, Factor] = {}  # a weight and its bias share a factor, which is copied once
         if geometry.keys() != self.live.keys():
             return False
         for name, shape in geometry.items():
@@ -71,11 +72,15 @@ class LiveGeometry:
                 theirs, mine = getattr(shape, side), getattr(self.live[name], side)
                 if (theirs is None) != (mine is None):
                     return False
-                if theirs is not None and not _pair(theirs, mine, pairs):
+                if theirs is None or paired.get(id(mine)) is theirs:
+                    continue
+                if id(mine) in paired or not _pair(theirs, mine, pairs):  # two factors would go where one was shared
                     return False
+                paired[id(mine)] = theirs
         tensors = [(mine, value) for mine, value in pairs if isinstance(value, Tensor)]
-        if tensors:
-            torch._foreach_copy_([mine for mine, _ in tensors], [value for _, value in tensors])
+        # One call copies all of its list one after another where some are of another type, or have gaps.
+        for some in grouped((mine.dtype, mine.is_contiguous(), value.is_contiguous()) for mine, value in tensors):
+            torch._foreach_copy_([tensors[n][0] for n in some], [tensors[n][1] for n in some])
         if self._places:
             values = {id(mine): value for mine, value in pairs}
             found = [values[id(vars(factor)[name])] for factor, name in self._places]

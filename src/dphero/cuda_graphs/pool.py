@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,8 +39,10 @@ class Pool:
         with _no_collection(), torch.cuda.device(self.device), _left_as_it_was(self.device), way, _no_waiting():
             result = work()
 
+        index: Any = self.device if self.device.index is None else self.device.index  # of a number torch asks nothing
+
         def replay() -> None:
-            with torch.cuda.device(self.device):
+            with torch.cuda.device(index):
                 graph.replay()
 
         return replay, result

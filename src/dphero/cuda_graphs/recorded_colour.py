@@ -11,6 +11,7 @@ from torch import Tensor
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.pool import Pool
 from dphero.geometry.geometry import Geometry, colour_all_
+from dphero.numerics.one_piece import room_for, whole_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,11 @@ class _Recording:
     def __init__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
         self._device = next(iter(noise.values())).device
         self.live = LiveGeometry(geometry, self._device)
-        self._places = {name: torch.empty_like(noise[name]) for name in geometry}
+        # They lie as noise does, what is not coloured among them: then one copy does.
+        self._places = dict(zip(noise, room_for(noise.values()), strict=True))
+        self._whole = whole_of([*self._places.values()])
         self._runs, self._replay = 0, self._one_after_another
-        expected = {name: noise[name].clone() for name in geometry}
+        expected = {name: part.clone() for name, part in noise.items()}
         colour_all_(geometry, expected)
         self._require_replayed(noise, expected)
 
@@ -77,10 +80,13 @@ class _Recording:
         self._runs += 1
         if self._runs == _FIRST + 1:
             self._record(noise)
-        torch._foreach_copy_([noise[name] for name in self._places], self._coloured(noise))
+        theirs, ours = self._pieces(noise)
+        torch._foreach_copy_(ours, theirs)
+        self._replay()
+        torch._foreach_copy_(theirs, ours)
 
     def _record(self, noise: Mapping[str, Tensor]) -> None:
-        expected = dict(zip(self._places, [part.clone() for part in self._coloured(noise)], strict=True))
+        expected = {name: part.clone() for name, part in self._coloured(noise).items()}
         self._pool = Pool(self._device)
         self._replay, _ = self._pool.record(self._one_after_another)
         self._require_replayed(noise, expected)
@@ -88,16 +94,24 @@ class _Recording:
     def _one_after_another(self) -> None:
         colour_all_(self.live.live, self._places)
 
-    def _coloured(self, noise: Mapping[str, Tensor]) -> list[Tensor]:
+    def _coloured(self, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return A z of each z, in its place."""
-        places = [*self._places.values()]
-        torch._foreach_copy_(places, [noise[name] for name in self._places])
+        theirs, ours = self._pieces(noise)
+        torch._foreach_copy_(ours, theirs)
         self._replay()
-        return places
+        return self._places
+
+    def _pieces(self, noise: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return noise and its places: in one piece, if all of it lies so."""
+        theirs = [noise[name] for name in self._places]
+        whole = None if self._whole is None else whole_of(theirs)
+        if whole is None or self._whole is None or whole.shape != self._whole.shape:
+            return theirs, [*self._places.values()]
+        return [whole], [self._whole]
 
     def _require_replayed(self, noise: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        pairs = zip(self._coloured(noise), expected.values(), strict=True)
-        gap = max(float((found - part).norm() / part.norm().clamp(min=1e-30)) for found, part in pairs)
+        found = self._coloured(noise)
+        gap = max(float((found[name] - part).norm() / part.norm().clamp(min=1e-30)) for name, part in expected.items())
         if not gap <= _TOLERANCE:
             raise ValueError(f"what was recorded makes something else of noise, by {gap:.2g} of its size")
 

@@ -130,7 +130,7 @@ class Pass:
         self._replay_backward, (norms, names, pieces, gradients) = pool.record(backward)
         self._replay_sums, sums = pool.record(lambda: self._sum(pieces))
         self._gradients, self.norms, self.found, self.added = borrowed((gradients, norms, pieces, sums))
-        self.names = names
+        self.names, self._sizes = names, [each.numel() for each in self.added]
 
     def repeat(self) -> None:
         """Replay the recording on what it was recorded with."""
@@ -255,8 +255,7 @@ class Pass:
             )
         self._shared.begun = turn  # gradients may lie where the outputs did
         for place, gradient in zip(self._gradients, gradients, strict=True):
-            place[:rows].copy_(gradient)
-            place[rows:].zero_()
+            _put_above_zeros(place, gradient, rows)
         self._replay_backward()
         tape.settle(_ReplayedBatch(self, rows, turn))
 
@@ -271,10 +270,9 @@ class Pass:
             filled = {key: _filled(values, self.rows) for key, values in distinct.items()}
             return {name: piece.weighted_sum(filled[id(weights[name])]) for name, piece in self.pieces(turn).items()}
         for place, values in zip(self._weights, distinct.values(), strict=True):
-            place[:rows].copy_(values)
-            place[rows:].zero_()
+            _put_above_zeros(place, values, rows)
         self._replay_sums()
-        parts = torch.cat(self.added).split([len(each) for each in self.added])  # all copied at once
+        parts = torch.cat(self.added).split_with_sizes(self._sizes)  # all copied at once
         return {name: part.view(piece.shape) for (name, piece), part in zip(self.found.items(), parts, strict=True)}
 
     def pieces(self, turn: int) -> dict[str, Piece]:
@@ -308,6 +306,8 @@ class _Replay(torch.autograd.Function):
 class _ReplayedBatch(GradientBatch):
     """The per-example gradients that a replay left in the recording's places."""
 
+    recorded = True
+
     def __init__(self, made: Pass, rows: int, turn: int) -> None:
         norms = made.norms[:, :rows]
         super().__init__(rows, made.found, dict(zip(made.names, norms.unbind(0), strict=True)))
@@ -333,12 +333,21 @@ def _buffer(leaf: Any, axis: int | None, rows: int) -> Any:
 
 def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
     """Copy a tensor, or its first rows, to its place, and the first row to what is left there."""
-    if rows is None:
+    if rows is None or rows == place.shape[0] == leaf.shape[0]:
         place.copy_(leaf)
         return
     place[:rows].copy_(leaf[:rows])
     if rows < len(place):
         place[rows:].copy_(leaf[:1].expand(len(place) - rows, *leaf.shape[1:]))
+
+
+def _put_above_zeros(place: Tensor, values: Tensor, rows: int) -> None:
+    """Copy so many rows to their place, and let what is left there be zero."""
+    if rows == place.shape[0]:
+        place.copy_(values)
+        return
+    place[:rows].copy_(values)
+    place[rows:].zero_()
 
 
 def _filled(values: Tensor, rows: int) -> Tensor:

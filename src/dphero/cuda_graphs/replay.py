@@ -158,8 +158,9 @@ class Graphs:
     def _calls(self, leaves: Sequence[Any], axes: Sequence[int | None], structure: Any) -> _Calls:
         """Return the calls that this one is among."""
         found = _Calls(structure, tuple(axes), _arguments(leaves, axes), autocast_now())
-        if found in self._known:
-            return self._known[self._known.index(found)]
+        for known in self._known:
+            if known == found:
+                return known
         self._known.append(found)
         return found
 

@@ -174,29 +174,40 @@ def identity(shape: tuple[int, ...]) -> Geometry:
     return Geometry(shape)
 
 
-def digests(geometries: Sequence[Geometry]) -> list[bytes]:
-    """Returns what tells each geometry from others: hashes of all that they are made of, or on a GPU of its marks."""
-    parts = [list(_parts(geometry)) for geometry in geometries]
-    tensors = [mark(held) for each in parts for _, held in each if isinstance(held, Tensor)]
-    arrived = iter(Fetched(tensors).arrived())
-    found = []
-    for each in parts:
-        code = hashlib.blake2b(digest_size=16)
-        for name, held in each:
-            code.update(name.encode())
-            if isinstance(held, Tensor):
-                code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-                code.update(next(arrived).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-            else:
-                code.update(f"{held!r} ".encode())
-        found.append(code.digest())
-    return found
+class Digests:
+    """What tells geometries from others: hashes of all that they are made of, or on a GPU of its marks.
+
+    What comes from a GPU is under way from the start, so that nobody has to wait who asks later.
+    """
+
+    def __init__(self, geometries: Sequence[Geometry]) -> None:
+        self._parts = [list(_parts(geometry)) for geometry in geometries]
+        # By what they are: a weight and its bias share a factor, of which one mark is made.
+        held = {id(each): each for parts in self._parts for _, each in parts if isinstance(each, Tensor)}
+        self._tensors = [*held]
+        self._marks = Fetched([mark(each.detach()) for each in held.values()])
+
+    def found(self) -> list[bytes]:
+        """Returns the hash of each geometry."""
+        arrived = dict(zip(self._tensors, self._marks.arrived(), strict=True))
+        found = []
+        for each in self._parts:
+            code = hashlib.blake2b(digest_size=16)
+            for name, held in each:
+                code.update(name.encode())
+                if isinstance(held, Tensor):
+                    code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
+                    code.update(arrived[id(held)].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                else:
+                    code.update(f"{held!r} ".encode())
+            found.append(code.digest())
+        return found
 
 
 def _parts(geometry: Geometry) -> Iterator[tuple[str, Any]]:
     for name, value in geometry.state().items():
         for part, held in value.items() if isinstance(value, dict) else [(name, value)]:
-            yield f"{name} {part} ", held.detach() if isinstance(held, Tensor) else held
+            yield f"{name} {part} ", held
 
 
 def factor_from_state(state: dict[str, Any]) -> Factor:

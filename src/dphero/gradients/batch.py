@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,12 +25,14 @@ class GradientBatch:
         pieces: One piece for each parameter that the backward pass reached.
         square_norms: ‖A⁻¹ g_i‖² of each of them, of shape ``(n,)``.
         geometry: A, by name: the mapping in which these norms were taken.
+        recorded: Whether they lie in the memory of a recording, which stays.
     """
 
     rows: int
     pieces: dict[str, Piece]
     square_norms: dict[str, Tensor]
     geometry: Mapping[str, Geometry] | None = None
+    recorded: ClassVar[bool] = False
 
     def stacked_norms(self) -> Tensor:
         """Return the square norms of all parameters, in their order, of shape ``(parameters, n)``."""

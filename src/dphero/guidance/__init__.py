@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dphero.guidance.base import Block, Guidance, Preconditions, Prepares, Released
+from dphero.guidance.base import Block, Guidance, Preconditions, Prepares, Released, preconditioned
 from dphero.guidance.history import History
 from dphero.guidance.isotropic import Isotropic
 from dphero.guidance.pca import PCA, noise_scales, spectrum
@@ -24,6 +24,7 @@ __all__ = [
     "Prior",
     "Released",
     "noise_scales",
+    "preconditioned",
     "resolve",
     "spectrum",
 ]

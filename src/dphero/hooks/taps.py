@@ -32,7 +32,7 @@ from dphero.hooks.model_tables import ModelTables, written_between
 from dphero.hooks.modules import HookedModule, Slot, eager, find_hooked_modules, replace_forward, swapped
 from dphero.hooks.tape import Tape
 from dphero.hooks.tapped_call import TappedCall
-from dphero.numerics.trees import tree_flatten, tree_map
+from dphero.numerics.trees import arguments_flatten, tree_map
 
 Examine = Callable[["Taps", tuple[Any, ...], dict[str, Any], int], AxisPlan]
 """Examines a model on the arguments of one call that carries so many rows; raises if it cannot be made private."""
@@ -163,7 +163,7 @@ class Taps:
         return out
 
     def _run_tapped(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = arguments_flatten(args, kwargs)
         if self.plan is None or not self.plan.examples_independent:
             self.plan = self._examine(self, args, kwargs, rows)
         elif self.plan.axes(structure, leaves, rows) is None:

@@ -280,8 +280,23 @@ def make_clipping(
     return Flat(norm)
 
 
+class SquareNorms(dict[str, Tensor]):
+    """‖w_i‖² by parameter, of which all lie in one tensor; ``total`` is that over all parameters.
+
+    Args:
+        names: The parameters.
+        stacked: A row for each of them; nobody writes there afterwards.
+    """
+
+    def __init__(self, names: Iterable[str], stacked: Tensor) -> None:
+        super().__init__(zip(names, stacked.unbind(0), strict=True))
+        self.total = stacked.sum(0)
+
+
 def total(square_norms: Mapping[str, Tensor]) -> Tensor:
     """Return ‖w_i‖² over all parameters."""
+    if isinstance(square_norms, SquareNorms):
+        return square_norms.total
     return torch.stack(list(square_norms.values())).sum(0)
 
 

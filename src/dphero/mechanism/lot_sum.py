@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch
 from dphero.mechanism.clipped_sum import ClippedSum
-from dphero.mechanism.clipping import Clipping
+from dphero.mechanism.clipping import Clipping, SquareNorms
 from dphero.numerics.transfer import Fetched
 
 
@@ -99,7 +100,7 @@ class LotSum:
                 divisor or geometry are others than in this lot's earlier batches; nothing is added then.
         """
         for name, norms in batch.square_norms.items():
-            if len(norms) != batch.rows:
+            if norms.shape[0] != batch.rows:
                 raise RuntimeError(
                     f"parameter {name!r} has gradients of {len(norms)} rows, but the private loader handed out "
                     f"{batch.rows}: call the model on the whole batch, one row per example"
@@ -110,7 +111,7 @@ class LotSum:
         self._require_same_lot(divisor, batch.geometry)
         slack = 1 + max(piece.rounding for piece in batch.pieces.values())
         stacked = batch.stacked_norms()[:, :real] * (scale * slack) ** 2
-        finite = stacked.sum(0).isfinite()  # before the next line, which would make a 0 of minus infinity
+        finite = _are_finite(stacked)  # before the next line, which would make a 0 of minus infinity
         stacked.clamp_(min=0)  # a square below zero by rounding would make a weight of NaN
         keep = None
         if real < batch.rows:
@@ -118,7 +119,7 @@ class LotSum:
         # The sums are formed as if all were finite. Whether they are is asked before: on a GPU, reading the answer then
         # waits for the norms alone, and the sums are computed while Python goes on. On a CPU the answer is there.
         squares, weights = self._weigh(batch, stacked)
-        reading = Fetched([_numbers(stacked, finite, weights)])
+        reading = Fetched([_numbers(squares.total, finite, weights)])
         factor = scale / divisor
         final = reading.is_here and float(reading.arrived()[0][0]) == real
         sums = _sums(batch, weights, keep, factor, final=final)
@@ -153,9 +154,9 @@ class LotSum:
             assert self._count is not None
             self._count = self._count.to(count.device) + count
 
-    def _weigh(self, batch: GradientBatch, stacked: Tensor) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+    def _weigh(self, batch: GradientBatch, stacked: Tensor) -> tuple[SquareNorms, Mapping[str, Tensor]]:
         """Return ‖w_i‖² and the weights of some examples, by parameter."""
-        squares = dict(zip(batch.square_norms, stacked.unbind(0), strict=True))
+        squares = SquareNorms(batch.square_norms, stacked)
         return squares, self._clipping.weights(squares)
 
     def _note(self, reading: Fetched, real: int) -> int:
@@ -183,21 +184,28 @@ class _Added:
     factor: float  # what they are multiplied by in the sums, besides their weights
     stacked: Tensor  # ‖w_i‖² of these, a row for each parameter
     finite: Tensor  # which of them are finite
-    squares: dict[str, Tensor]  # ‖w_i‖² by parameter
+    squares: SquareNorms  # ‖w_i‖² by parameter
     reading: Fetched  # what `_numbers` found
     sums: dict[str, Tensor]  # the clipped sums, right if all are finite
 
 
-def _numbers(stacked: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+def _are_finite(stacked: Tensor) -> Tensor:
+    """Tell which examples have finite norms alone (in two operations; ``isfinite`` takes four on a GPU)."""
+    return stacked.sum(0).abs() < math.inf
+
+
+def _numbers(total: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Return how many gradients are finite, how many of these are scaled down, and sums of their norms and weights.
 
     The weights tell a lot from the same one under another clip rule.
     """
     distinct = list({id(values): values for values in weights.values()}.values())
-    least = distinct[0] if len(distinct) == 1 else torch.stack(distinct).amin(0)
-    norms = torch.where(finite, stacked.sum(0), 0).sqrt()
-    weighed = torch.where(finite, distinct[0] if len(distinct) == 1 else torch.stack(distinct).sum(0), 0)
-    return torch.stack([finite, (least < 1) & finite, norms, weighed]).sum(1, dtype=torch.float64)
+    least = weighed = distinct[0]
+    if len(distinct) > 1:
+        stacked = torch.stack(distinct)
+        least, weighed = stacked.amin(0), stacked.sum(0)
+    each = torch.stack([finite, least < 1, total.sqrt(), weighed])
+    return torch.where(finite, each, 0).sum(1, dtype=torch.float64)
 
 
 def _sums(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dphero.geometry.geometry import Geometry, digests, identity
+from dphero.geometry.geometry import Digests, Geometry, identity
 from dphero.guidance import Block, Guidance, Prepares, Released
 from dphero.mechanism.modes import ModeRule, UnevenError
 from dphero.numerics.precision import at_least_single, full_precision
@@ -53,7 +53,8 @@ class NoiseShape:
         self._expected_lot = expected_lot
         self._identity = {name: identity(tuple(p.shape)) for name, p in parameters.items()}
         self.noise = self.norms = self._identity
-        self._digest: bytes | None = None
+        self._digest = b""
+        self._digests: Digests | None = None  # what the digest of the geometry in hand is still to be found in
         self._renewed_at = 0
         self._begun = False  # see `_begin_ahead`
         self._next: dict[str, Geometry] | None = None
@@ -62,8 +63,8 @@ class NoiseShape:
     @property
     def digest(self) -> bytes:
         """What tells the shape of the noise from others."""
-        if self._digest is None:
-            self._digest = b"".join(digests(list(self.noise.values())))
+        if self._digests is not None:
+            self._digest, self._digests = b"".join(self._digests.found()), None
         return self._digest
 
     def refresh(self, step: int, noise_scale: float) -> None:
@@ -103,7 +104,8 @@ class NoiseShape:
         return other
 
     def _take(self, geometry: dict[str, Geometry]) -> None:
-        self.noise, self._digest = geometry, None
+        # Its digest is asked for when the lot's norms have arrived, and a GPU idles: by then it is on the CPU.
+        self.noise, self._digests = geometry, Digests(list(geometry.values()))
         self.norms = geometry if self._rule.clips_in_geometry else self._identity
 
     def _ask(self, step: int, noise_scale: float) -> dict[str, Geometry]:

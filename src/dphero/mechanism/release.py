@@ -74,6 +74,7 @@ class Mechanism:
         self.ledger = ledger
         self.budget: Budget | None = None
         self.releases = 0
+        self._room: dict[str, Tensor] | None = None  # see `make_room`
         self._parameters, self._event, self._colour = dict(parameters), event, colour
         self.shape = NoiseShape(
             self.rule,
@@ -116,8 +117,20 @@ class Mechanism:
 
     def before_lot(self) -> None:
         """Renew the geometry when its time has come; refuse a lot that the budget does not cover."""
+        self._room = None  # if a lot failed: parameters may be elsewhere by now
         self.shape.before_lot(self.releases, self.noise_scale)
         self.check_budget()
+
+    def make_room(self) -> None:
+        """Take memory for the noise of the lot under way, before its norms are known.
+
+        Python has time until a GPU has computed them; from then on the GPU waits for Python. Not for a batch whose
+        gradients take memory that they give back once they are summed.
+        """
+        self._room = self._new_room()
+
+    def _new_room(self) -> dict[str, Tensor]:
+        return dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
 
     def next_event(self) -> Event:
         """Return what the next release will cost."""
@@ -151,20 +164,21 @@ class Mechanism:
             self.releases += 1
         gradients = self._add(noise, lot.sums)
         self.shape.after_release(self.releases, scale, gradients)
-        if counts:  # last: the bound above was this release's
+        if for_count is not None:  # last: the bound above was this release's
             self._adapt(lot, for_count / scale)
         return gradients
 
-    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor]:
+    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor | None]:
         """Draw N(0, scale²) for every parameter, and one number more for the count of an adaptive clip rule.
 
         In single precision at least: the grid of a shorter format would show the sum through the noise.
         """
-        noise = dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
-        for_count = torch.zeros((), dtype=torch.float64, device="cpu")
-        targets = {**noise, _COUNT: for_count} if counts else noise
+        targets, self._room = self._room or self._new_room(), None
+        if counts:
+            targets[_COUNT] = torch.zeros((), dtype=torch.float64, device="cpu")
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))
-        return noise, for_count
+        for_count = targets.pop(_COUNT, None)
+        return targets, for_count
 
     def _bound_to(self, lot: ClippedSum) -> list[Tensor]:
         """Return what the noise of a lot is bound to: its shape, and the lot's sums, count and norms.
@@ -183,8 +197,7 @@ class Mechanism:
         """Add the clipped sums to the noise; round once, to each parameter's own type."""
         if sums:
             torch._foreach_add_([noise[name] for name in sums], list(sums.values()))
-        dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
-        return {name: z if z.dtype == dtypes[name] else z.to(dtypes[name]) for name, z in noise.items()}
+        return {name: z.to(self._parameters[name].dtype) for name, z in noise.items()}
 
     def _adapt(self, lot: ClippedSum, normal: Tensor) -> None:
         """Release the count under its own noise; the clip rule moves its bound by it."""

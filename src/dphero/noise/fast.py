@@ -184,6 +184,9 @@ def draw_on_device(tensor: Tensor, std: float, generator: torch.Generator) -> No
         tensor.copy_(noise)
 
 
+_BYTES_AS_THEY_ARE = {torch.uint8, *WORDS}
+
+
 @lru_cache(64)
 def _described(kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
     return repr([(dtype, tuple(shape)) for dtype, shape in kinds]).encode()
@@ -191,5 +194,5 @@ def _described(kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
 
 def _bytes_of(value: Tensor) -> memoryview:
     """Return the bytes of a tensor that is not empty, in the order of its elements."""
-    plain = value.detach().contiguous()
-    return (plain if plain.dtype in WORDS else plain.view(-1).view(torch.uint8)).numpy().data.cast("B")
+    plain = (value.detach() if value.requires_grad else value).contiguous()
+    return (plain if plain.dtype in _BYTES_AS_THEY_ARE else plain.view(-1).view(torch.uint8)).numpy().data.cast("B")

@@ -132,8 +132,7 @@ class OneTimeSource(ABC):
                 )
             if start < 0:
                 raise ValueError(f"A part of a tensor starts at 0 or later, got {start}.")
-        unknown = starts.keys() - {target.name for target in targets}
-        if unknown:
+        if starts and (unknown := starts.keys() - {target.name for target in targets}):
             raise ValueError(f"Starts were given for {sorted(unknown)}, which are not among the tensors.")
 
     def _bind(self, release: int, values: Sequence[Tensor]) -> None:  # noqa: B027 (not all have a key to repeat)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,19 +19,39 @@ _ALIGNED = 64
 
 def room_for(tensors: Collection[Tensor]) -> list[Tensor]:
     """Return tensors of the same shapes and devices, holding anything, of float32 at least; on a GPU side by side."""
-    kinds = [(tensor.device, at_least_single(tensor.dtype)) for tensor in tensors]
-    shapes = [tensor.shape for tensor in tensors]
     found: dict[int, Tensor] = {}
-    for numbers in grouped(kinds):
-        device, dtype = kinds[numbers[0]]
+    kinds = tuple([(each.device, at_least_single(each.dtype), each.shape) for each in tensors])
+    for device, dtype, size, places in _layout(kinds):
         if device.type == "cpu":
-            found.update({n: torch.empty(shapes[n], dtype=dtype, device=device) for n in numbers})
+            found.update({n: torch.empty(shape, dtype=dtype, device=device) for n, shape, _, _ in places})
             continue
-        sizes = [_room(math.prod(shapes[n])) for n in numbers]
-        parts = torch.empty(sum(sizes), dtype=dtype, device=device).split(sizes)
-        for n, part in zip(numbers, parts, strict=True):
-            found[n] = part[: math.prod(shapes[n])].view(shapes[n])
-    return [found[n] for n in range(len(kinds))]
+        whole = torch.empty(size, dtype=dtype, device=device)
+        found.update({n: whole.as_strided(shape, strides, start) for n, shape, strides, start in places})
+    return [found[n] for n in range(len(found))]
+
+
+_Place = tuple[int, torch.Size, tuple[int, ...], int]
+"""Which tensor, its shape and strides, and where it begins."""
+
+
+@lru_cache(16)
+def _layout(
+    kinds: tuple[tuple[torch.device, torch.dtype, torch.Size], ...],
+) -> list[tuple[torch.device, torch.dtype, int, list[_Place]]]:
+    """Return, for the tensors of each device and type, the size of the one in which they lie, and their places in it.
+
+    It depends on nothing but its argument, and a private step asks for the same each time.
+    """
+    found = []
+    for numbers in grouped(kind[:2] for kind in kinds):
+        shapes = [kinds[n][2] for n in numbers]
+        ends = [*accumulate(_room(math.prod(shape)) for shape in shapes)]
+        places = [
+            (n, shape, tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]), start)
+            for n, shape, start in zip(numbers, shapes, [0, *ends], strict=False)
+        ]
+        found.append((*kinds[numbers[0]][:2], ends[-1], places))
+    return found
 
 
 def whole_of(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -109,10 +109,10 @@ def short_parts(matrix: Tensor) -> Tensor | None:
     """
     if matrix.dtype != torch.float32 or not on_tensor_cores(matrix):
         return None
-    parts, rest = [], matrix
-    for _ in range(3):
-        parts.append(rest.bfloat16())
+    parts, rest = [matrix.bfloat16()], matrix
+    for _ in range(2):
         rest = rest - parts[-1]
+        parts.append(rest.bfloat16())
     return torch.cat(parts, 1)
 
 

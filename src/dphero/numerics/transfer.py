@@ -36,9 +36,8 @@ class Fetched:
         self._pieces = [(numbers, piece.to(_CPU, non_blocking=piece.is_cuda)) for numbers, piece in joined]
         self._events = []
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            with torch.cuda.device(device):
-                self._events.append(torch.cuda.Event())
-                self._events[-1].record()
+            self._events.append(torch.cuda.Event())
+            self._events[-1].record(torch.cuda.current_stream(device))
 
     @property
     def is_here(self) -> bool:
@@ -70,7 +69,8 @@ def _joined(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> Itera
     """Yield the tensors of each device but the CPU, and of each type, in one."""
     for numbers in grouped((device, tensor.dtype) for tensor, device in zip(tensors, devices, strict=True)):
         if devices[numbers[0]] != _CPU:
-            yield numbers, torch.cat([tensors[number].flatten() for number in numbers])
+            flat = [tensors[number].flatten() for number in numbers]
+            yield numbers, flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _apart(tensors: Sequence[Tensor], pieces: Iterable[_Piece]) -> list[Tensor]:

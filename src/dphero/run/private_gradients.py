@@ -64,8 +64,7 @@ class PrivateGradients:
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad:  # frozen since
                 parameter.grad = None
-            elif self._holds_private(name):
-                assert parameter.grad is not None
+            elif parameter.grad is not None and self._holds_private(name):
                 parameter.grad.add_(gradients[name])
             else:
                 self._put(name, gradients[name])
@@ -135,16 +134,17 @@ class PrivateGradients:
 
     def _require_private(self, parameter: Tensor) -> None:
         name = self._names.get(id(parameter))
+        if name is not None and self._holds_private(name):
+            return
         if name is None:
             raise RuntimeError(
                 f"the optimizer holds a gradient for a parameter of shape {tuple(parameter.shape)} that was not there, "
                 "or frozen, when the model was made private. detach() the engine, then make the model private anew."
             )
-        if not self._holds_private(name):
-            raise RuntimeError(
-                f"parameter {name!r} holds a gradient that is not the private one. Call zero_grad(); to change the "
-                "private gradient, change it in place."
-            )
+        raise RuntimeError(
+            f"parameter {name!r} holds a gradient that is not the private one. Call zero_grad(); to change the "
+            "private gradient, change it in place."
+        )
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._waiting.discard(optimizer)

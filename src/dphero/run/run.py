@@ -16,7 +16,7 @@ from dphero.checks.loss.check import LossCheck
 from dphero.checks.padding import PaddingCheck
 from dphero.cuda_graphs.replay import Graphs, can_be_recorded
 from dphero.gradients.batch import GradientBatch
-from dphero.guidance import Preconditions
+from dphero.guidance import preconditioned
 from dphero.hooks.taps import Taps
 from dphero.mechanism.lot_sum import LotSum
 from dphero.mechanism.release import Mechanism
@@ -143,9 +143,7 @@ class Run:
         self._loss_check.back_propagated()
         released = self._add_and_release(gradients, self.lots.capture())
         if released is not None:
-            guidance = self.mechanism.guidance
-            treated = guidance.precondition(released) if isinstance(guidance, Preconditions) else released
-            self._gradients.hand_over(treated)
+            self._gradients.hand_over(preconditioned(self.mechanism.guidance, released))
 
     def _add_and_release(self, gradients: GradientBatch, batch: PhysicalBatch) -> dict[str, Tensor] | None:
         """Clip the gradients and add them to the lot's sum; after its last batch, return the private gradient."""
@@ -155,6 +153,8 @@ class Run:
             self.lot_sum.add(gradients, batch.real, scale, self.mechanism.expected_lot)
             self.row_limit.note(batch.rows, stepped=releases > 0)
             if batch.last:
+                if gradients.recorded:  # they lie in memory of their own, and do not go
+                    self.mechanism.make_room()
                 released = self.mechanism.release(self.lot_sum.finish(self.mechanism.expected_lot))
             added = True
         finally:

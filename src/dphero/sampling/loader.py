@@ -101,7 +101,7 @@ class PrivateLoader:
                     self.lots.generators.begin(secret(self.sampler.key, lot, number))
                     if not parts:
                         fetched, physical = next(batches), queue.popleft()
-                        parts.extend(self._parts(physical, members[: physical.real].tolist(), fetched))
+                        parts.extend(self._parts(physical, members[: physical.real], fetched))
                         members = members[physical.real :]
                     physical, batch = parts.popleft()
                     self._before_batch()
@@ -139,25 +139,25 @@ class PrivateLoader:
         )
 
     def _parts(
-        self, physical: PhysicalBatch, members: list[int], fetched: list[Part]
+        self, physical: PhysicalBatch, members: np.ndarray, fetched: list[Part]
     ) -> Iterator[tuple[PhysicalBatch, Any]]:
         """Yield what was fetched for a physical batch: one batch, or one for each public length."""
         for number, part in enumerate(fetched):
             rows, padding = part.rows or physical.rows, part.padding
             if part.rows is None:
-                some = {place: members[place] for place in rows_to_check(len(members))}
+                some = {place: int(members[place]) for place in rows_to_check(len(members))}
                 padding = self._check.look(self._make_at_once, some, len(members), part.batch)
-            yield (
-                replace(
+            handed = physical
+            if len(fetched) > 1 or rows != physical.rows or padding is not None:
+                handed = replace(
                     physical,
                     rows=rows,
                     real=min(physical.real, rows),
                     first=physical.first and number == 0,
                     last=physical.last and number == len(fetched) - 1,
                     padding=padding,
-                ),
-                part.batch if physical.real else tree_map(_blank, part.batch),
-            )
+                )
+            yield handed, part.batch if physical.real else tree_map(_blank, part.batch)
 
     def _make_at_once(self, members: list[int]) -> Any:
         """Make a batch as a data set does that makes whole batches."""
@@ -175,9 +175,9 @@ class PrivateLoader:
                 yield part if len(part) else np.zeros(1, dtype=np.int64)
 
     def _draw(self, lot: int) -> np.ndarray:
-        self._drawn = {name: members for name, members in self._drawn.items() if name[1] >= self.lots.next}
         name = (self.sampler.key, lot)
         if name not in self._drawn:
+            self._drawn = {name: members for name, members in self._drawn.items() if name[1] >= self.lots.next}
             self._drawn[name] = self.sampler.draw(lot)
         return self._drawn[name]
 
@@ -189,7 +189,7 @@ class PrivateLoader:
             tensors = dataset.tensors
             for chunk in chunks:
                 index = to_device(torch.from_numpy(chunk), tensors[0].device)
-                yield [Part([tensor[index] for tensor in tensors], len(chunk), None)]
+                yield [Part([_rows_of(tensor, index) for tensor in tensors], len(chunk), None)]
             return
         options: dict[str, Any] = {}
         if isinstance(source, DataLoader):
@@ -206,6 +206,12 @@ class PrivateLoader:
         generator = torch.Generator().manual_seed(seed)
         numbers: Any = (chunk.tolist() for chunk in chunks)
         yield from DataLoader(dataset, batch_sampler=numbers, collate_fn=self._private, generator=generator, **options)
+
+
+def _rows_of(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return some rows of a tensor, as ``tensor[index]`` does: on a CPU that takes pictures ten times as long."""
+    simple = tensor.is_cpu and index.is_cpu and tensor.is_contiguous()
+    return tensor.index_select(0, index) if simple else tensor[index]
 
 
 def _blank(value: Any) -> Any:
