@@ -19,7 +19,8 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
-from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, scales_rows
+from dphero.row_form.jacobian import ROUNDINGS, RowMap, row_map
+from dphero.row_form.norms import RowSums, pulled_square_norms
 
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 25
 """Elements of gradients to handle at a time; what they are computed from takes some times as much."""
@@ -80,6 +81,7 @@ class Pulled(Piece):
         rows: RowSums | None = None,
     ) -> None:
         self._rows = rows
+        self._map: RowMap | None = None  # known once norms were asked for
         self._value, self._leaf, self._inner, self._n, self._collecting = value, leaf, inner, n, collecting
         self.shape = leaf.shape
 
@@ -94,8 +96,10 @@ class Pulled(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         size = max(self._value.numel(), self._leaf.numel())
         count = max(1, (_CPU_BUFFER if self._value.device.type == "cpu" else _GPU_BUFFER) // size)
-        if self._rows is not None and scales_rows(geometry):
-            return pulled_square_norms(self._rows, self._pull, self._value.shape, geometry, count)
+        if self._rows is not None:
+            if self._map is None:
+                self._map = row_map(self._rows.span, self._pull, self._value.shape)
+            return pulled_square_norms(self._rows, self._map, geometry, count)
         probe = distinct_numbers(self._value).to(self._value.dtype).unsqueeze(0)
         room = self._pull(probe).abs().amax() * (ROUNDINGS * torch.finfo(probe.dtype).eps / geometry.smallest)
         squares = []
@@ -105,11 +109,14 @@ class Pulled(Piece):
         return torch.cat(squares)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._pull(self._inner.weighted_sum(weights).unsqueeze(0))[0]
+        total = self._inner.weighted_sum(weights)
+        return self._pull(total.unsqueeze(0))[0] if self._map is None else self._map.pull_sum(total).view(self.shape)
 
     def take(self, keep: Tensor | slice) -> Piece:
         n = len(range(self._n)[keep]) if isinstance(keep, slice) else int(keep.sum())
-        return Pulled(self._value, self._leaf, self._inner.take(keep), n, self._collecting)
+        part = Pulled(self._value, self._leaf, self._inner.take(keep), n, self._collecting)
+        part._map = self._map
+        return part
 
     def _pull(self, gradients: Tensor) -> Tensor:
         with full_precision(), matmul_tf32(gradients, allow=False), self._collecting():

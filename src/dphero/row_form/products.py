@@ -30,6 +30,35 @@ def norms_need_no_gradient(piece: Piece) -> bool:
     return type(piece) is Outer and len(piece.shape) == 2 and piece.gram_is_cheaper()
 
 
+class RowFactors:
+    """What is taken of the factors l and r of the g_i.
+
+    Args:
+        piece: The g_i.
+        vectors: One for each row, of shape ``(rows, columns)``.
+    """
+
+    def __init__(self, piece: Piece, vectors: Tensor) -> None:
+        self._left, right = _sides(piece)
+        self._along = _times(piece, right, vectors)
+        self._totals, squares = _totals(piece, right)
+        self._lengths = squares.clamp_(min=LEAST_SQUARE).sqrt_()
+        self._equal = vectors.shape[1] ** -0.5
+
+    def products(self) -> Tensor:
+        """Return the products of each row with a unit vector of equal numbers and with its own vector.
+
+        Their shape is ``(rows, n, 2)``.
+        """
+        with matmul_tf32(self._left, allow=False):
+            totals = torch.bmm(self._left, self._totals.unsqueeze(2))[:, :, 0]
+        return torch.stack([totals * self._equal, (self._along * self._left).sum(2)], 2).transpose(0, 1)
+
+    def lengths(self, scales: Tensor) -> Tensor:
+        """Return Σ_t ‖scales · l_it‖ ‖r_it‖ for each example: no sum over t is longer."""
+        return (torch.linalg.vector_norm(_scaled(self._left, scales), dim=1) * self._lengths).sum(1)
+
+
 def scaled_square_norms(piece: Piece, scales: Tensor) -> Tensor:
     """Return Σ_a scales_a² ‖g_ia‖² for each example, not too small."""
     left, right = _sides(piece)
@@ -38,27 +67,6 @@ def scaled_square_norms(piece: Piece, scales: Tensor) -> Tensor:
     else:
         scaled = Outer(_scaled(left, scales).mT, right)
     return scaled.square_norms(identity(tuple(piece.shape)))
-
-
-def row_products(piece: Piece, vectors: Tensor) -> Tensor:
-    """Return ⟨g_ia, v_a⟩, of shape ``(n, rows)``, for vectors of shape ``(rows, columns)``."""
-    left, right = _sides(piece)
-    return (_times(piece, right, vectors) * left).sum(2)
-
-
-def row_totals(piece: Piece) -> Tensor:
-    """Return Σ_b g_iab, of shape ``(n, rows)``."""
-    left, right = _sides(piece)
-    with matmul_tf32(left, allow=False):
-        return torch.bmm(left, _totals(piece, right).unsqueeze(2))[:, :, 0]
-
-
-def longest(piece: Piece, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_t ‖l_it‖ ‖r_it‖ for each example, and the same with rows scaled: no sum over t is longer."""
-    left, right = _sides(piece)
-    of_right = _totals(piece, right.square()).clamp_(min=LEAST_SQUARE).sqrt_()
-    plain, scaled = (torch.linalg.vector_norm(x, dim=1) for x in (left, _scaled(left, scales)))
-    return (plain * of_right).sum(1), (scaled * of_right).sum(1)
 
 
 def relative_rounding(piece: Piece) -> float:
@@ -77,11 +85,13 @@ def _times(piece: Piece, right: Tensor, vectors: Tensor) -> Tensor:
         return (right @ vectors.T).mT
 
 
-def _totals(piece: Piece, right: Tensor) -> Tensor:
-    """Return the sum of each r_it, of shape (n, T)."""
+def _totals(piece: Piece, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each r_it, and that of its squares, of shape (n, T)."""
     if not isinstance(piece, Convolution):
-        return right.sum(2)
-    return _convolved(piece, right.sum(1, keepdim=True), right.new_ones(1, 1, *piece.shape[2:]))[:, 0]
+        return right.sum(2), right.square().sum(2)
+    both = torch.cat([right.sum(1, keepdim=True), right.square().sum(1, keepdim=True)])
+    found = _convolved(piece, both, right.new_ones(1, 1, *piece.shape[2:]))[:, 0]
+    return found[: len(right)], found[len(right) :]
 
 
 def _convolved(piece: Convolution, x: Tensor, weight: Tensor) -> Tensor:
