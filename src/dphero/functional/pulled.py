@@ -20,7 +20,8 @@ from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
 from dphero.row_form.jacobian import ROUNDINGS, RowMap, row_map
-from dphero.row_form.norms import RowSums, pulled_square_norms
+from dphero.row_form.norms import pulled_square_norms
+from dphero.row_form.row_sums import RowSums
 
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 25
 """Elements of gradients to handle at a time; what they are computed from takes some times as much."""

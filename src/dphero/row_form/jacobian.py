@@ -135,8 +135,9 @@ def row_map(span: Tensor, pull: Callable[[Tensor], Tensor], shape: torch.Size) -
     with matmul_tf32(span, allow=False):
         known, (_, rows, columns) = _constants(span[0]), span.shape
         into = span.transpose(0, 1)
-        probes = torch.bmm(known.joined, into).transpose(0, 1)
-        pulled = pull(probes.reshape(3, *shape)).reshape(3, rows, -1)
+        probes = torch.empty_like(span)
+        torch.bmm(known.joined, into, out=probes.transpose(0, 1))
+        pulled = pull(probes.view(3, *shape)).reshape(3, rows, -1)
         out = torch.bmm(known.parted, pulled.transpose(0, 1))
         block: Tensor | None = None
         if out.shape[2] == columns:

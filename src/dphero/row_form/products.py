@@ -39,20 +39,23 @@ class RowFactors:
     """
 
     def __init__(self, piece: Piece, vectors: Tensor) -> None:
-        self._left, right = _sides(piece)
-        self._along = _times(piece, right, vectors)
-        self._totals, squares = _totals(piece, right)
+        self._piece, self._vectors = piece, vectors
+        self._left, self._right = _sides(piece)
+        self._totals, squares = _totals(piece, self._right)
         self._lengths = squares.clamp_(min=LEAST_SQUARE).sqrt_()
-        self._equal = vectors.shape[1] ** -0.5
 
-    def products(self) -> Tensor:
+    def products(self, *lefts: Tensor) -> list[Tensor]:
         """Return the products of each row with a unit vector of equal numbers and with its own vector.
 
-        Their shape is ``(rows, n, 2)``.
+        Their shape is ``(rows, n, 2)``: of the g_i first, then of those with each of ``lefts`` instead of l.
         """
-        with matmul_tf32(self._left, allow=False):
-            totals = torch.bmm(self._left, self._totals.unsqueeze(2))[:, :, 0]
-        return torch.stack([totals * self._equal, (self._along * self._left).sum(2)], 2).transpose(0, 1)
+        along, equal = _times(self._piece, self._right, self._vectors), self._vectors.shape[1] ** -0.5
+        totals, found = (self._totals * equal).unsqueeze(2), []
+        for left in (self._left, *lefts):
+            with matmul_tf32(left, allow=False):
+                of_totals = torch.bmm(left, totals)[:, :, 0]
+            found.append(torch.stack([of_totals, (along * left).sum(2)], 2).transpose(0, 1))
+        return found
 
     def lengths(self, scales: Tensor) -> Tensor:
         """Return Σ_t ‖scales · l_it‖ ‖r_it‖ for each example: no sum over t is longer."""
@@ -61,12 +64,22 @@ class RowFactors:
 
 def scaled_square_norms(piece: Piece, scales: Tensor) -> Tensor:
     """Return Σ_a scales_a² ‖g_ia‖² for each example, not too small."""
-    left, right = _sides(piece)
+    return square_norms_with(piece, scaled_left(piece, scales))
+
+
+def square_norms_with(piece: Piece, left: Tensor) -> Tensor:
+    """Return square norms of gradients with this on the left, not too small."""
+    _, right = _sides(piece)
     if isinstance(piece, Convolution):
-        scaled: Piece = Convolution(right, _scaled(left, scales).view(piece.delta.shape), piece.arguments)
+        other: Piece = Convolution(right, left.view(piece.delta.shape), piece.arguments)
     else:
-        scaled = Outer(_scaled(left, scales).mT, right)
-    return scaled.square_norms(identity(tuple(piece.shape)))
+        other = Outer(left.mT, right)
+    return other.square_norms(identity(tuple(piece.shape)))
+
+
+def scaled_left(piece: Piece, scales: Tensor) -> Tensor:
+    """Return l with each row scaled, of shape ``(n, rows, T)``."""
+    return _scaled(_sides(piece)[0], scales)
 
 
 def relative_rounding(piece: Piece) -> float:
