@@ -25,7 +25,6 @@ from dphero.row_form.products import (
     RowFactors,
     norms_need_no_gradient,
     relative_rounding,
-    scaled_square_norms,
 )
 from dphero.row_form.row_sums import RowSums
 from tests.oracle.micro_batches import micro_batches, tapped
@@ -348,7 +347,7 @@ def test_what_is_taken_from_factors(kind: str, positions: int) -> None:
     along = torch.stack([gradients.sum(2) / 6, (gradients * vectors).sum(2)], 2).transpose(0, 1)
     torch.testing.assert_close(factors.products()[0].double(), along, rtol=1e-4, atol=1e-4)
     scaled = gradients * scales[:, None]
-    squares = scaled_square_norms(piece, scales).double()
+    squares = factors.square_norms(factors.scaled(scales)).double()
     torch.testing.assert_close(squares, scaled.square().sum((1, 2)), rtol=1e-3, atol=1e-4)
     assert bool((factors.lengths(torch.ones(8)) * (1 + 1e-5) >= gradients.flatten(1).norm(dim=1)).all())
     assert bool((factors.lengths(scales) * (1 + 1e-5) >= scaled.flatten(1).norm(dim=1)).all())

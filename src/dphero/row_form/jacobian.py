@@ -61,7 +61,7 @@ class RowMap(NamedTuple):
             its last one. ``None`` where the leaf has one number for each row.
         along: E, of shape ``(rows, 2, columns)``; or what becomes of Q, of shape ``(rows, 2)``.
         missing: How much of Jᵀ is not of this form: what of it is seen besides rounding.
-        size: How much of it is seen at all.
+        size: How much of it is of this form.
     """
 
     span: Tensor
@@ -146,6 +146,7 @@ def row_map(span: Tensor, pull: Callable[[Tensor], Tensor], shape: torch.Size) -
             along = torch.addcmul(out[:, :2], block[:, 2:, 2:], into[:, :2], value=-1)
         else:  # one number for each row
             along, gaps = out[:, :2, 0], out[:, 2]
-        missing, size = torch.linalg.vector_norm(gaps), torch.linalg.vector_norm(out)
+        missing = torch.linalg.vector_norm(gaps)
+        size = torch.linalg.vector_norm(along if block is None else block)
         rounding = ROUNDINGS * torch.finfo(out.dtype).eps
         return RowMap(span, block, along, torch.sub(missing, size, alpha=rounding).clamp_(min=0), size)  # NaN stays

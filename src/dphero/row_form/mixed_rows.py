@@ -20,7 +20,6 @@ from torch import Tensor
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.row_form.jacobian import RowMap
-from dphero.row_form.products import scaled_left, square_norms_with
 from dphero.row_form.row_sums import RowSums, room_of
 
 
@@ -35,13 +34,13 @@ def of_factors(sums: RowSums, found: RowMap, squares: Tensor, geometry: Geometry
     """
     left, block = geometry.left, found.block
     assert left is not None and block is not None
-    whitened = left.whiten(scaled_left(sums.inner, block[:, 2, 2]), axis=-2)
+    whitened = left.whiten(sums.factors.scaled(block[:, 2, 2]), axis=-2)
     (others,) = sums.products_of_factors(left.whiten(whitened, axis=-2))
     turn = block[:, :2, :2].mT.clone()
     turn.diagonal(dim1=1, dim2=2).sub_(block[:, 2:, 2])
     removed = torch.bmm(sums.products(found, 0), turn)  # d, of shape (rows, n, 2)
     flat = removed.permute(1, 2, 0).flatten(1)
-    inside = square_norms_with(sums.inner, whitened).add_((removed * others).sum((0, 2)), alpha=2)
+    inside = sums.factors.square_norms(whitened).add_((removed * others).sum((0, 2)), alpha=2)
     inside.add_((flat @ _products_of_span(left, found.span[:2]) * flat).sum(1))
     most = squares.diagonal(dim1=1, dim2=2).sum(1) / geometry.smallest**2
     room = sums.lengths(room_of(sums, found, most, geometry))

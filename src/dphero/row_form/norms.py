@@ -5,14 +5,14 @@ With s, Q, c = Qᵀĝ and D = JᵀQ as in :mod:`dphero.row_form.jacobian`,
     ‖Jᵀĝ‖² = s² (‖ĝ‖² − ‖c‖²) + ‖D c‖²,    summed over rows,
 
 also where A⁻¹ multiplies each row by a number. For any other geometry, Jᵀĝ = s ĝ + E c is formed, some examples at a
-time, unless that can be avoided too (:mod:`dphero.row_form.mixed_rows`). What of Jᵀ is seen not to be of this form, which
-is nothing but rounding if the form is right, is added to the norms.
+time, unless that can be avoided too (:mod:`dphero.row_form.mixed_rows`). What of Jᵀ is seen not to be of this form,
+which is nothing but rounding if the form is right, is added to the norms.
 
 They also leave room for rounding. The two products of a row, c, lose a part ρ of ‖ĝ‖ together; and a pass through f may
 lose :data:`~dphero.row_form.jacobian.ROUNDINGS` units, in each row of what goes into that row, since rows are kept
 apart. E c may cancel with s ĝ, but neither s nor D is larger than μ = √(s² + ‖D‖²): what is lost is at most
 R = μ (ρ + roundings) ‖ĝ‖ in each row, before A⁻¹. In the formula above, c + δ for c makes the first part too small by
-s² (2⟨c, δ⟩ + ‖δ‖²) ≤ 2 R (s ‖ĝ‖ + R).
+s² (2⟨c, δ⟩ + ‖δ‖²) ≤ R (2 s ‖c‖ + R).
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def _of_rows(sums: RowSums, found: RowMap, squares: Tensor, geometry: Geometry, 
         scales, squares = scales * factor, squares * factor.square().view(-1, 1, 1)
     diagonal = squares.diagonal(dim1=1, dim2=2)
     room = sums.lengths(room_of(sums, found, diagonal.sum(1), geometry))
-    whole = sums.square_norms(scales)
+    removed = torch.linalg.vector_norm(products * scales.view(-1, 1, 1), dim=(0, 2))
     diagonal[:, :2].sub_(diagonal[:, 2:])
-    inside = (torch.bmm(products, squares[:, :2, :2]) * products).sum((0, 2)).add_(whole)
-    return inside.addcmul_(whole.sqrt_().add_(room), room, value=2).abs_().sqrt_().add_(room).square_()
+    inside = (torch.bmm(products, squares[:, :2, :2]) * products).sum((0, 2)).add_(sums.square_norms(scales))
+    rounds = torch.add(room, removed, alpha=2).mul_(room)
+    return inside.add_(rounds).abs_().sqrt_().add_(room).square_()  # not clamped: what is infinite stays so
 
 
 def _of_numbers(sums: RowSums, found: RowMap, geometry: Geometry, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from dphero.gradients.convolution import Convolution
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Piece
 from dphero.numerics.partial_norms import LEAST_SQUARE
-from dphero.numerics.precision import at_least_single, conv_tf32, matmul_tf32, widened
+from dphero.numerics.precision import conv_tf32, matmul_tf32, widened
 
 _ROUNDING = 6
 """Units of rounding, times √terms, that two products of a row lose together, at most: four each, at right angles."""
@@ -57,29 +57,22 @@ class RowFactors:
             found.append(torch.stack([of_totals, (along * left).sum(2)], 2).transpose(0, 1))
         return found
 
+    def scaled(self, scales: Tensor) -> Tensor:
+        """Return l with each row scaled, of shape ``(n, rows, T)``."""
+        return self._left * scales.to(self._left.dtype).view(-1, 1)
+
     def lengths(self, scales: Tensor) -> Tensor:
         """Return Σ_t ‖scales · l_it‖ ‖r_it‖ for each example: no sum over t is longer."""
-        return (torch.linalg.vector_norm(_scaled(self._left, scales), dim=1) * self._lengths).sum(1)
+        return (torch.linalg.vector_norm(self.scaled(scales), dim=1) * self._lengths).sum(1)
 
-
-def scaled_square_norms(piece: Piece, scales: Tensor) -> Tensor:
-    """Return Σ_a scales_a² ‖g_ia‖² for each example, not too small."""
-    return square_norms_with(piece, scaled_left(piece, scales))
-
-
-def square_norms_with(piece: Piece, left: Tensor) -> Tensor:
-    """Return square norms of gradients with this on the left, not too small."""
-    _, right = _sides(piece)
-    if isinstance(piece, Convolution):
-        other: Piece = Convolution(right, left.view(piece.delta.shape), piece.arguments)
-    else:
-        other = Outer(left.mT, right)
-    return other.square_norms(identity(tuple(piece.shape)))
-
-
-def scaled_left(piece: Piece, scales: Tensor) -> Tensor:
-    """Return l with each row scaled, of shape ``(n, rows, T)``."""
-    return _scaled(_sides(piece)[0], scales)
+    def square_norms(self, left: Tensor) -> Tensor:
+        """Return square norms of gradients with this on the left instead of l, not too small."""
+        piece = self._piece
+        if isinstance(piece, Convolution):
+            other: Piece = Convolution(self._right, left.view(piece.delta.shape), piece.arguments)
+        else:
+            other = Outer(left.mT, self._right)
+        return other.square_norms(identity(tuple(piece.shape)))
 
 
 def relative_rounding(piece: Piece) -> float:
@@ -130,7 +123,3 @@ def _sides(piece: Piece) -> tuple[Tensor, Tensor]:
         return widened(piece.delta).flatten(2), widened(piece.x)
     assert isinstance(piece, Outer)
     return widened(piece.left).mT, widened(piece.right)
-
-
-def _scaled(left: Tensor, scales: Tensor) -> Tensor:
-    return left * scales.to(at_least_single(left.dtype)).view(-1, 1)

@@ -10,12 +10,14 @@ from torch import Tensor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece
 from dphero.row_form.jacobian import ROUNDINGS, RowMap, span_of
-from dphero.row_form.products import RowFactors, norms_need_no_gradient, relative_rounding, scaled_square_norms
+from dphero.row_form.products import RowFactors, norms_need_no_gradient, relative_rounding
 
 _FEWEST = 8
 """Numbers in a row, at least."""
 _DISTRUST = 10.0
 """How much more than what is seen to be missing on some numbers may be missing on others of the same size."""
+_SHARE = 1 / 16
+"""θ: what is missing is nothing, as a rule."""
 
 
 class RowSums:
@@ -66,10 +68,15 @@ class RowSums:
 
     def products_of_factors(self, *lefts: Tensor) -> list[Tensor]:
         """Return the same of gradients with each of these on the left instead, where nothing is formed."""
+        self._products, *others = self.factors.products(*lefts)
+        return others
+
+    @property
+    def factors(self) -> RowFactors:
+        """What the ĝ_i are made of, where they are not formed."""
         if self._factors is None:
             self._factors = RowFactors(self.inner, self.span[1])
-        self._products, *others = self._factors.products(*lefts)
-        return others
+        return self._factors
 
     def lengths(self, weights: Tensor) -> Tensor:
         """Return √Σ_r weights_r ‖ĝ_ir‖² of each example at most, once its products are known."""
@@ -81,7 +88,7 @@ class RowSums:
     def square_norms(self, scales: Tensor) -> Tensor:
         """Return Σ_r scales_r² ‖ĝ_ir‖² of each example, not too small, once its products are known."""
         if self._squares is None:
-            return scaled_square_norms(self.inner, scales)
+            return self.factors.square_norms(self.factors.scaled(scales))
         return torch.mv(self._squares, scales.square())
 
     def _form(self, found: RowMap, count: int) -> None:
@@ -90,16 +97,16 @@ class RowSums:
             rows = gradients.to(self.main.dtype).reshape(len(gradients), *self.main.shape)
             squares.append(torch.linalg.vector_norm(rows, dim=2).square_())
             products.append(found.products(rows))
-        self._squares = torch.cat(squares)
+        self._squares = squares[0] if len(squares) == 1 else torch.cat(squares)
         self._products = products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def room_of(sums: RowSums, found: RowMap, most: Tensor, geometry: Geometry) -> Tensor:
     """Return weights of the ‖ĝ_r‖² whose sum is at least R², from μ², before A⁻¹ or after it.
 
-    (a + b)² ≤ 2 (a² + b²) for what rounding, row by row, and all that is missing may take. That was seen on vectors of
-    length one, and each of the columns may be as wrong.
+    (a + b)² ≤ (1 + θ) a² + (1 + 1/θ) b² for what rounding, row by row, and all that is missing may take. The latter was
+    seen on vectors of length one, and each of the columns may be as wrong.
     """
-    distrust = _DISTRUST * math.sqrt(sums.main.shape[1])
-    missing = (found.missing * (distrust / geometry.smallest)).to(most.dtype)
-    return torch.addcmul(most * (2 * sums.rounding**2), missing, missing, value=2)
+    missing = found.missing if geometry.is_identity else (found.missing / geometry.smallest).to(most.dtype)
+    distrust = _DISTRUST**2 * sums.main.shape[1] * (1 + 1 / _SHARE)
+    return torch.addcmul(most * ((1 + _SHARE) * sums.rounding**2), missing, missing, value=distrust)
