@@ -20,6 +20,7 @@ from dphero.gradients.convolution import conv_piece
 from dphero.gradients.outer import Outer
 from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
+from dphero.row_form.jacobian import _constants
 from dphero.row_form.norms import pulled_square_norms
 from dphero.row_form.products import (
     RowFactors,
@@ -366,6 +367,21 @@ def test_rows_without_a_direction(constant: float) -> None:
     true = found.instantiate().flatten(1).norm(dim=1)
     torch.testing.assert_close(norms, true, rtol=1e-3, atol=0)
     assert bool((norms >= true * (1 - 1e-6)).all())
+
+
+@pytest.mark.parametrize("near", [0.0, 1e-12, 1e-7, 1e-3])
+@pytest.mark.parametrize("kind", ["dense", "none"])
+def test_weights_like_the_numbers_that_they_are_examined_with(kind: str, near: float) -> None:
+    """Nothing that is at right angles to the weights is left of these; what is found must not be nothing."""
+    torch.manual_seed(0)
+    shape = torch.Size((8, 36))
+    leaf = (3 * _constants(torch.empty(shape)).scattered + near * torch.randn(shape) + 0.1).requires_grad_()
+    geometry = identity(shape) if kind == "none" else mixing(kind, shape)
+    for inner in pieces(2).values():
+        value = F.normalize(leaf).view(inner.shape)
+        found = Pulled(value, leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
+        norms, true = found.square_norms(geometry).sqrt(), geometry.whiten(found.instantiate())
+        assert bool(((norms >= true.flatten(1).norm(dim=1)) | norms.isnan()).all())
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -2,8 +2,8 @@
 
 A value v = f(p) without a batch axis (standardised weights, a product of low-rank matrices) has per-example gradients
 ĝ_i, and those of the parameter are g_i = Jᵀ ĝ_i. That is linear: so the weighted sum Σ w_i g_i = Jᵀ Σ w_i ĝ_i takes
-one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them;
-none where f keeps rows apart in a simple way (:mod:`dphero.row_form.norms`).
+one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them.
+Where f keeps rows apart in a simple way, one pass of three gradients tells all of Jᵀ (:mod:`dphero.row_form.norms`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ class Pulled(Piece):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         total = self._inner.weighted_sum(weights)
-        return self._pull(total.unsqueeze(0))[0] if self._map is None else self._map.pull_sum(total).view(self.shape)
+        if self._map is None:
+            return self._pull(total.unsqueeze(0))[0]
+        return self._map.pull_sum(total).to(self._leaf.dtype).view(self.shape)
 
     def take(self, keep: Tensor | slice) -> Piece:
         n = len(range(self._n)[keep]) if isinstance(keep, slice) else int(keep.sum())

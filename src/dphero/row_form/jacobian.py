@@ -101,7 +101,10 @@ def span_of(p: Tensor) -> Tensor:
     unit = F.layer_norm(F.layer_norm(p, shape, eps=_NOTHING), shape, known.equal, eps=_NOTHING)
     shared = torch.bmm(known.scattered.unsqueeze(1), unit.unsqueeze(2))
     other = torch.baddbmm(known.scattered.unsqueeze(1), shared, unit.unsqueeze(1), alpha=-1)[:, 0]
-    return torch.stack([known.equal.expand_as(p), unit, F.layer_norm(other, shape, known.equal, eps=_NOTHING)])
+    other = F.layer_norm(
+        other, shape, known.equal, eps=0.0
+    )  # no numbers if p should be just these: nothing tells s then
+    return torch.stack([known.equal.expand_as(p), unit, other])
 
 
 def _constants(like: Tensor) -> _Constants:

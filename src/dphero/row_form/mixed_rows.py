@@ -7,12 +7,15 @@ With S for s of each row and E c = Q d (:mod:`dphero.row_form.jacobian`), H = L�
 The first is the norm of a sum of outer products, with L⁻¹ S l on the left. c' = Qᵀ (H S ĝ) are products of rows as c
 is, with H S l on the left; and M, the products of L⁻¹ Q with each other, is the same for all examples.
 
-Rounding makes c + δ of c: this is the norm of another gradient then, R away (:mod:`dphero.row_form.norms`). The first
-part leaves room for itself. c' loses a part ρ of lengths that are R / ρ at most, times ‖L⁻¹‖; and M a part ρ of
-‖L⁻¹‖²: in the square, 2 ‖L⁻¹‖ ‖d‖ (R + ρ ‖L⁻¹‖ ‖d‖) at most together.
+Rounding makes c + δ of c, and something else of L⁻¹ S l. This is the norm of another gradient then, which is R away,
+and 4√rows units for the latter (:mod:`dphero.row_form.norms`). The first part leaves room for itself. c' loses a part ρ
+of lengths that are R / ρ at most, times ‖L⁻¹‖; and M a part ρ of ‖L⁻¹‖²: in the square, 2 ‖L⁻¹‖ ‖d‖ (R + ρ ‖L⁻¹‖ ‖d‖)
+at most together.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from torch import Tensor
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.row_form.jacobian import RowMap
-from dphero.row_form.row_sums import RowSums, room_of
+from dphero.row_form.row_sums import RowSums, longest_of, room_of
 
 
 def of_factors(sums: RowSums, found: RowMap, squares: Tensor, geometry: Geometry) -> Tensor:
@@ -42,7 +45,8 @@ def of_factors(sums: RowSums, found: RowMap, squares: Tensor, geometry: Geometry
     flat = removed.permute(1, 2, 0).flatten(1)
     inside = sums.factors.square_norms(whitened).add_((removed * others).sum((0, 2)), alpha=2)
     inside.add_((flat @ _products_of_span(left, found.span[:2]) * flat).sum(1))
-    most = squares.diagonal(dim1=1, dim2=2).sum(1) / geometry.smallest**2
+    of_whitening = 4 * torch.finfo(flat.dtype).eps * math.sqrt(len(block)) / sums.rounding  # of R
+    most = longest_of(squares) * ((1 + of_whitening) / geometry.smallest) ** 2
     room = sums.lengths(room_of(sums, found, most, geometry))
     length = torch.linalg.vector_norm(flat, dim=1) / geometry.smallest
     rounds = torch.add(room, length, alpha=sums.rounding).mul_(length)

@@ -10,9 +10,9 @@ which is nothing but rounding if the form is right, is added to the norms.
 
 They also leave room for rounding. The two products of a row, c, lose a part ρ of ‖ĝ‖ together; and a pass through f may
 lose :data:`~dphero.row_form.jacobian.ROUNDINGS` units, in each row of what goes into that row, since rows are kept
-apart. E c may cancel with s ĝ, but neither s nor D is larger than μ = √(s² + ‖D‖²): what is lost is at most
-R = μ (ρ + roundings) ‖ĝ‖ in each row, before A⁻¹. In the formula above, c + δ for c makes the first part too small by
-s² (2⟨c, δ⟩ + ‖δ‖²) ≤ R (2 s ‖c‖ + R).
+apart. So at most R = μ (ρ + roundings) ‖ĝ‖ is lost of each row, before A⁻¹: where D c is formed, with μ² = s² + ‖D‖²,
+and where E c is, which may cancel with s ĝ, with μ = s + ‖D‖. In the formula above, c + δ for c also makes the first
+part too small by s² (2⟨c, δ⟩ + ‖δ‖²) ≤ R (2 s ‖c‖ + R).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dphero.gradients.piece import by_example, whitened_squares
 from dphero.numerics.precision import matmul_tf32
 from dphero.row_form.jacobian import RowMap
 from dphero.row_form.mixed_rows import of_factors
-from dphero.row_form.row_sums import RowSums, room_of
+from dphero.row_form.row_sums import RowSums, longest_of, room_of
 
 
 def scales_rows(geometry: Geometry) -> bool:
@@ -87,7 +87,7 @@ def _of_numbers(sums: RowSums, found: RowMap, geometry: Geometry, count: int) ->
 
 def _of_formed(sums: RowSums, found: RowMap, squares: Tensor, geometry: Geometry, count: int) -> Tensor:
     """Return them for any geometry, of gradients that are formed."""
-    most = squares.diagonal(dim1=1, dim2=2).sum(1).amax() / geometry.smallest**2
+    most = longest_of(squares).amax() / geometry.smallest**2
     room = room_of(sums, found, most, geometry).sqrt_()
     norms = []
     for gradients in sums.inner.some_at_a_time(sums.n, count):

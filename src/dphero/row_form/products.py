@@ -19,7 +19,7 @@ from dphero.gradients.piece import Piece
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import conv_tf32, matmul_tf32, widened
 
-_ROUNDING = 6
+ROUNDING = 6
 """Units of rounding, times √terms, that two products of a row lose together, at most: four each, at right angles."""
 
 
@@ -40,6 +40,7 @@ class RowFactors:
 
     def __init__(self, piece: Piece, vectors: Tensor) -> None:
         self._piece, self._vectors = piece, vectors
+        self._shape = piece.delta.shape if isinstance(piece, Convolution) else None
         self._left, self._right = _sides(piece)
         self._totals, squares = _totals(piece, self._right)
         self._lengths = squares.clamp_(min=LEAST_SQUARE).sqrt_()
@@ -68,8 +69,8 @@ class RowFactors:
     def square_norms(self, left: Tensor) -> Tensor:
         """Return square norms of gradients with this on the left instead of l, not too small."""
         piece = self._piece
-        if isinstance(piece, Convolution):
-            other: Piece = Convolution(self._right, left.view(piece.delta.shape), piece.arguments)
+        if isinstance(piece, Convolution) and self._shape is not None:
+            other: Piece = Convolution(self._right, left.view(self._shape), piece.arguments)
         else:
             other = Outer(left.mT, self._right)
         return other.square_norms(identity(tuple(piece.shape)))
@@ -79,7 +80,7 @@ def relative_rounding(piece: Piece) -> float:
     """Return what rounding may make of two products of each row, of what is :func:`longest`."""
     left, _ = _sides(piece)
     terms = left.shape[2] + prod(piece.shape) // piece.shape[0]
-    return _ROUNDING * torch.finfo(left.dtype).eps * math.sqrt(terms)
+    return ROUNDING * torch.finfo(left.dtype).eps * math.sqrt(terms)
 
 
 def _times(piece: Piece, right: Tensor, vectors: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece
 from dphero.row_form.jacobian import ROUNDINGS, RowMap, span_of
-from dphero.row_form.products import RowFactors, norms_need_no_gradient, relative_rounding
+from dphero.row_form.products import ROUNDING, RowFactors, norms_need_no_gradient, relative_rounding
 
 _FEWEST = 8
 """Numbers in a row, at least."""
@@ -31,7 +31,6 @@ class RowSums:
 
     def __init__(self, inner: Piece, n: int, main: Tensor) -> None:
         self.inner, self.n, self.main = inner, n, main.detach().flatten(1)
-        self.is_formed = not norms_need_no_gradient(inner)
         self._span: Tensor | None = None
         self._squares: Tensor | None = None
         self._factors: RowFactors | None = None
@@ -41,6 +40,11 @@ class RowSums:
     def fits(value: Tensor, main: Tensor) -> bool:
         """Tell whether rows are so long that this is worth it."""
         return value.numel() == main.numel() and value.shape[0] == main.shape[0] <= main.numel() // _FEWEST
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the ĝ_i are formed, and not only what they are made of is looked at."""
+        return self._factors is None and not norms_need_no_gradient(self.inner)
 
     @property
     def span(self) -> Tensor:
@@ -53,7 +57,7 @@ class RowSums:
     def rounding(self) -> float:
         """What may be lost of c and in f, relatively."""
         columns, eps = self.main.shape[1], torch.finfo(self.main.dtype).eps
-        of_products = 4 * eps * math.sqrt(columns) if self.is_formed else relative_rounding(self.inner)
+        of_products = ROUNDING * eps * math.sqrt(columns) if self.is_formed else relative_rounding(self.inner)
         return of_products + ROUNDINGS * eps
 
     def products(self, found: RowMap, count: int) -> Tensor:
@@ -99,6 +103,11 @@ class RowSums:
             products.append(found.products(rows))
         self._squares = squares[0] if len(squares) == 1 else torch.cat(squares)
         self._products = products[0] if len(products) == 1 else torch.cat(products, 1)
+
+
+def longest_of(squares: Tensor) -> Tensor:
+    """Return (s + ‖D‖)² of each row at least, from s² and DᵀD: no E is longer."""
+    return squares.diagonal(dim1=1, dim2=2).sqrt().sum(1).square_()
 
 
 def room_of(sums: RowSums, found: RowMap, most: Tensor, geometry: Geometry) -> Tensor:
