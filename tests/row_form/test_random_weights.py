@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.functional import pulled, unbatched
+from dphero.geometry import Dense, Geometry, LowRank, identity
 from dphero.row_form.norms import pulled_square_norms
 from tests.oracle.micro_batches import tapped
 
@@ -64,14 +65,25 @@ class Computed(nn.Module):
         return self.head(F.linear(x, weight).tanh())
 
 
+def mixing(chance: random.Random) -> Geometry:
+    """Return noise of random shape, along combinations of rows or of columns."""
+    side = chance.choice(["left", "right"])
+    size = ROWS if side == "left" else COLUMNS
+    basis = torch.linalg.qr(torch.randn(size, size))[0]
+    scales = torch.logspace(-1, 1, size)
+    factor = Dense(basis, scales) if chance.random() < 0.5 else LowRank(basis[:, :3], scales[::2][-3:], 1.0)
+    return Geometry((ROWS, COLUMNS), **{side: factor})
+
+
 def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module(x), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("convolution", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
 def test_no_example_adds_more_than_its_norm(
-    convolution: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    mixed: bool, convolution: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found_by_row: list[int] = []
 
@@ -88,11 +100,15 @@ def test_no_example_adds_more_than_its_norm(
         model = Computed(chosen, convolution).to(dtype)
         shape = (6, chance.choice([3, 6]), 4) if convolution else (COLUMNS,)
         batch = (torch.randn(EXAMPLES, *shape, dtype=dtype), torch.randint(3, (EXAMPLES,)))
-        found = tapped(model, batch, loss)
+        geometry = {"weight": mixing(chance)} if mixed else {}
+        found = tapped(model, batch, loss, geometry)
         whole = torch.stack([*found.square_norms.values()]).sum(0).sqrt()
         for name, piece in found.pieces.items():
             alone = torch.eye(EXAMPLES, dtype=dtype).unbind()
-            added = torch.stack([piece.weighted_sum(one).norm() for one in alone])
+            one = geometry.get(name, identity(tuple(piece.shape)))
+            true = piece.instantiate()  # pulled back, whatever the form
+            sums = torch.stack([piece.weighted_sum(each) for each in alone])
+            added = torch.stack([one.whiten(each).flatten(1).norm(dim=1) for each in (true, sums)]).amax(0)
             room = torch.finfo(dtype).eps * whole
             assert bool((added <= found.square_norms[name].sqrt() * (1 + 1e-4) + room).all()), (chosen, name)
     assert len(found_by_row) > PROGRAMS // 10

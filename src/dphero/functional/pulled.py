@@ -2,8 +2,8 @@
 
 A value v = f(p) without a batch axis (standardised weights, a product of low-rank matrices) has per-example gradients
 ĝ_i, and those of the parameter are g_i = Jᵀ ĝ_i. That is linear: so the weighted sum Σ w_i g_i = Jᵀ Σ w_i ĝ_i takes
-one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them;
-none where f keeps rows apart in a simple way (:mod:`dphero.row_form.norms`).
+one backward pass through f. Norms take one for each example, some examples at a time, and nothing is kept of them.
+Where f keeps rows apart in a simple way, one pass of three gradients tells all of Jᵀ (:mod:`dphero.row_form.norms`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.piece import Piece, by_example, whitened_squares
 from dphero.numerics.compare import distinct_numbers
 from dphero.numerics.precision import at_least_single, full_precision, matmul_tf32
-from dphero.row_form.norms import ROUNDINGS, RowSums, pulled_square_norms, scales_rows
+from dphero.row_form.jacobian import ROUNDINGS, RowMap, row_map
+from dphero.row_form.norms import pulled_square_norms
+from dphero.row_form.row_sums import RowSums
 
 _CPU_BUFFER, _GPU_BUFFER = 1 << 21, 1 << 25
 """Elements of gradients to handle at a time; what they are computed from takes some times as much."""
@@ -80,6 +82,7 @@ class Pulled(Piece):
         rows: RowSums | None = None,
     ) -> None:
         self._rows = rows
+        self._map: RowMap | None = None  # known once norms were asked for
         self._value, self._leaf, self._inner, self._n, self._collecting = value, leaf, inner, n, collecting
         self.shape = leaf.shape
 
@@ -94,8 +97,10 @@ class Pulled(Piece):
     def square_norms(self, geometry: Geometry) -> Tensor:
         size = max(self._value.numel(), self._leaf.numel())
         count = max(1, (_CPU_BUFFER if self._value.device.type == "cpu" else _GPU_BUFFER) // size)
-        if self._rows is not None and scales_rows(geometry):
-            return pulled_square_norms(self._rows, self._pull, self._value.shape, geometry, count)
+        if self._rows is not None:
+            if self._map is None:
+                self._map = row_map(self._rows.span, self._pull, self._value.shape)
+            return pulled_square_norms(self._rows, self._map, geometry, count)
         probe = distinct_numbers(self._value).to(self._value.dtype).unsqueeze(0)
         room = self._pull(probe).abs().amax() * (ROUNDINGS * torch.finfo(probe.dtype).eps / geometry.smallest)
         squares = []
@@ -105,11 +110,16 @@ class Pulled(Piece):
         return torch.cat(squares)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self._pull(self._inner.weighted_sum(weights).unsqueeze(0))[0]
+        total = self._inner.weighted_sum(weights)
+        if self._map is None:
+            return self._pull(total.unsqueeze(0))[0]
+        return self._map.pull_sum(total).to(self._leaf.dtype).view(self.shape)
 
     def take(self, keep: Tensor | slice) -> Piece:
         n = len(range(self._n)[keep]) if isinstance(keep, slice) else int(keep.sum())
-        return Pulled(self._value, self._leaf, self._inner.take(keep), n, self._collecting)
+        part = Pulled(self._value, self._leaf, self._inner.take(keep), n, self._collecting)
+        part._map = self._map
+        return part
 
     def _pull(self, gradients: Tensor) -> Tensor:
         with full_precision(), matmul_tf32(gradients, allow=False), self._collecting():

@@ -25,7 +25,7 @@ from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.precision import full_precision
 from dphero.row_form.form import RowForm, leaf_form
-from dphero.row_form.norms import RowSums
+from dphero.row_form.row_sums import RowSums
 
 _LARGE = 1 << 22
 """Elements of per-example gradients, of a value and of what it is made from, above which they are not all formed."""

@@ -17,9 +17,9 @@ from dphero.gradients.convolution import Convolution
 from dphero.gradients.outer import Outer
 from dphero.gradients.piece import Piece
 from dphero.numerics.partial_norms import LEAST_SQUARE
-from dphero.numerics.precision import at_least_single, conv_tf32, matmul_tf32, widened
+from dphero.numerics.precision import conv_tf32, matmul_tf32, widened
 
-_ROUNDING = 6
+ROUNDING = 6
 """Units of rounding, times √terms, that two products of a row lose together, at most: four each, at right angles."""
 
 
@@ -30,42 +30,57 @@ def norms_need_no_gradient(piece: Piece) -> bool:
     return type(piece) is Outer and len(piece.shape) == 2 and piece.gram_is_cheaper()
 
 
-def scaled_square_norms(piece: Piece, scales: Tensor) -> Tensor:
-    """Return Σ_a scales_a² ‖g_ia‖² for each example, not too small."""
-    left, right = _sides(piece)
-    if isinstance(piece, Convolution):
-        scaled: Piece = Convolution(right, _scaled(left, scales).view(piece.delta.shape), piece.arguments)
-    else:
-        scaled = Outer(_scaled(left, scales).mT, right)
-    return scaled.square_norms(identity(tuple(piece.shape)))
+class RowFactors:
+    """What is taken of the factors l and r of the g_i.
 
+    Args:
+        piece: The g_i.
+        vectors: One for each row, of shape ``(rows, columns)``.
+    """
 
-def row_products(piece: Piece, vectors: Tensor) -> Tensor:
-    """Return ⟨g_ia, v_a⟩, of shape ``(n, rows)``, for vectors of shape ``(rows, columns)``."""
-    left, right = _sides(piece)
-    return (_times(piece, right, vectors) * left).sum(2)
+    def __init__(self, piece: Piece, vectors: Tensor) -> None:
+        self._piece, self._vectors = piece, vectors
+        self._shape = piece.delta.shape if isinstance(piece, Convolution) else None
+        self._left, self._right = _sides(piece)
+        self._totals, squares = _totals(piece, self._right)
+        self._lengths = squares.clamp_(min=LEAST_SQUARE).sqrt_()
 
+    def products(self, *lefts: Tensor) -> list[Tensor]:
+        """Return the products of each row with a unit vector of equal numbers and with its own vector.
 
-def row_totals(piece: Piece) -> Tensor:
-    """Return Σ_b g_iab, of shape ``(n, rows)``."""
-    left, right = _sides(piece)
-    with matmul_tf32(left, allow=False):
-        return torch.bmm(left, _totals(piece, right).unsqueeze(2))[:, :, 0]
+        Their shape is ``(rows, n, 2)``: of the g_i first, then of those with each of ``lefts`` instead of l.
+        """
+        along, equal = _times(self._piece, self._right, self._vectors), self._vectors.shape[1] ** -0.5
+        totals, found = (self._totals * equal).unsqueeze(2), []
+        for left in (self._left, *lefts):
+            with matmul_tf32(left, allow=False):
+                of_totals = torch.bmm(left, totals)[:, :, 0]
+            found.append(torch.stack([of_totals, (along * left).sum(2)], 2).transpose(0, 1))
+        return found
 
+    def scaled(self, scales: Tensor) -> Tensor:
+        """Return l with each row scaled, of shape ``(n, rows, T)``."""
+        return self._left * scales.to(self._left.dtype).view(-1, 1)
 
-def longest(piece: Piece, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_t ‖l_it‖ ‖r_it‖ for each example, and the same with rows scaled: no sum over t is longer."""
-    left, right = _sides(piece)
-    of_right = _totals(piece, right.square()).clamp_(min=LEAST_SQUARE).sqrt_()
-    plain, scaled = (torch.linalg.vector_norm(x, dim=1) for x in (left, _scaled(left, scales)))
-    return (plain * of_right).sum(1), (scaled * of_right).sum(1)
+    def lengths(self, scales: Tensor) -> Tensor:
+        """Return Σ_t ‖scales · l_it‖ ‖r_it‖ for each example: no sum over t is longer."""
+        return (torch.linalg.vector_norm(self.scaled(scales), dim=1) * self._lengths).sum(1)
+
+    def square_norms(self, left: Tensor) -> Tensor:
+        """Return square norms of gradients with this on the left instead of l, not too small."""
+        piece = self._piece
+        if isinstance(piece, Convolution) and self._shape is not None:
+            other: Piece = Convolution(self._right, left.view(self._shape), piece.arguments)
+        else:
+            other = Outer(left.mT, self._right)
+        return other.square_norms(identity(tuple(piece.shape)))
 
 
 def relative_rounding(piece: Piece) -> float:
     """Return what rounding may make of two products of each row, of what is :func:`longest`."""
     left, _ = _sides(piece)
     terms = left.shape[2] + prod(piece.shape) // piece.shape[0]
-    return _ROUNDING * torch.finfo(left.dtype).eps * math.sqrt(terms)
+    return ROUNDING * torch.finfo(left.dtype).eps * math.sqrt(terms)
 
 
 def _times(piece: Piece, right: Tensor, vectors: Tensor) -> Tensor:
@@ -77,11 +92,13 @@ def _times(piece: Piece, right: Tensor, vectors: Tensor) -> Tensor:
         return (right @ vectors.T).mT
 
 
-def _totals(piece: Piece, right: Tensor) -> Tensor:
-    """Return the sum of each r_it, of shape (n, T)."""
+def _totals(piece: Piece, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of each r_it, and that of its squares, of shape (n, T)."""
     if not isinstance(piece, Convolution):
-        return right.sum(2)
-    return _convolved(piece, right.sum(1, keepdim=True), right.new_ones(1, 1, *piece.shape[2:]))[:, 0]
+        return right.sum(2), right.square().sum(2)
+    both = torch.cat([right.sum(1, keepdim=True), right.square().sum(1, keepdim=True)])
+    found = _convolved(piece, both, right.new_ones(1, 1, *piece.shape[2:]))[:, 0]
+    return found[: len(right)], found[len(right) :]
 
 
 def _convolved(piece: Convolution, x: Tensor, weight: Tensor) -> Tensor:
@@ -107,7 +124,3 @@ def _sides(piece: Piece) -> tuple[Tensor, Tensor]:
         return widened(piece.delta).flatten(2), widened(piece.x)
     assert isinstance(piece, Outer)
     return widened(piece.left).mT, widened(piece.right)
-
-
-def _scaled(left: Tensor, scales: Tensor) -> Tensor:
-    return left * scales.to(at_least_single(left.dtype)).view(-1, 1)
