@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dphero._files import DamagedFile, has_zip_seal, open_zip, read_bytes, seal_zip, write_atomically
-from dphero.numerics.numpy_state import numpy_generator
 
 _VERSION, _UNSEALED_VERSION = 2, 1
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -44,7 +43,6 @@ class Checkpoint:
             torch.cuda.set_rng_state_all(self.random["cuda"])
         kind, words, position, has_gauss, gauss = self.random["numpy"]
         np.random.set_state((kind, words.numpy(), position, has_gauss, gauss))
-        numpy_generator.forget()
         version, state, following = self.random["python"]
         random.setstate((version, tuple(state), following))
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dphero.checkpoint import Checkpoint, _random_state
 from dphero.numerics import numpy_state
-from dphero.numerics.numpy_state import NumpyGenerator, numpy_generator
+from dphero.numerics.numpy_state import NumpyGenerator
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +66,6 @@ def test_a_normal_in_store_is_part_of_where_it_stands() -> None:
     assert generator.state() != first
     generator.set_state(first)
     assert generator.state() == first
-
-
-def test_a_checkpoint_may_put_a_normal_in_store() -> None:
-    np.random.seed(0)
-    np.random.randn()
-    saved = Checkpoint({}, None, {}, _random_state())
-    np.random.randn()
-    none = numpy_generator.state()  # at the same words
-    saved.restore_random()
-    assert numpy_generator.state()[1] == 1 and none[1] == 0
 
 
 def test_seeded_as_by_numpy() -> None:

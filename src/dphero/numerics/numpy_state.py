@@ -2,9 +2,7 @@
 
 A private step does that twice. So the 624 words of the Mersenne twister, and its place among them, are copied from
 where numpy keeps them for code in C. Not there is the one normal that numpy's older functions may have in store. As
-long as the words are those at which there was known to be none, there is none: to put one in store takes words. (Unless
-``numpy.random.set_state`` puts it there, at the very words at which it had been used up: then what numpy draws next is
-another normal, independent of it.)
+long as the words are those at which there was known to be none, there is none: to put one in store takes words.
 """
 
 from __future__ import annotations
@@ -57,10 +55,6 @@ class NumpyGenerator:
         """Start it from a seed."""
         np.random.seed(seed)
         self._empty = self._words()
-
-    def forget(self) -> None:
-        """Look at everything anew: called when ``numpy.random.set_state`` may have put a normal in store."""
-        self._empty = b""
 
     def _words(self) -> bytes:
         """Return the words and the place among them; none where they cannot be read."""
