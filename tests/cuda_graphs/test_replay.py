@@ -192,7 +192,7 @@ def test_every_built_in_network_can_be_recorded(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which rounds in other ways for other sizes
 
-    shape = (3, 8, 8) if name == "learned-linear" else (1, 28, 28)
+    shape = (3, 8, 8) if name.startswith("learned") else (1, 28, 28)
 
     def make() -> nn.Module:
         model = build(name, shape, 3)

@@ -42,6 +42,9 @@ SIZES = {
     ("learned-linear", (3, 8, 8)): [(10, 16 * (128 + 256) + 243 * 4)],
     ("scatter-cnn", MNIST): [(16, 729), (32, 144), (32, 512), (10, 32)],
     ("scatter-cnn", CIFAR): [(64, 2187), (64, 576), (10, 1024)],
+    ("scatter-views", MNIST): [(96, 81), (96, 864), (96, 864), (10, 96 * 16)],
+    ("scatter-views", CIFAR): [(96, 243), (96, 864), (96, 864), (10, 96 * 16)],
+    ("learned-views", (3, 8, 8)): [(96, 192), (96, 864), (96, 864), (10, 96)],
 }
 
 
@@ -76,8 +79,8 @@ def test_every_model_is_listed() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_model_trains_privately(name: str, guidance: str) -> None:
     small = (1, 16, 16)
-    shapes = {"lenet": MNIST, "tanh-cnn": small, "tutorial-cnn": small, "digits": DIGITS, "learned-linear": (3, 8, 8)}
-    shape = shapes.get(name, (2, 8, 8))
+    shapes = {"lenet": MNIST, "tanh-cnn": small, "tutorial-cnn": small, "digits": DIGITS}
+    shape = (3, 8, 8) if name.startswith("learned") else shapes.get(name, (2, 8, 8))
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(24, *shape), torch.randint(3, (24,)))
     run = training(build(name, shape, 3), dataset=data, data_loader=data, expected_batch_size=4, guidance=guidance)
@@ -103,7 +106,7 @@ def test_deep_tanh_networks_give_the_gradients_of_micro_batches(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_seed_alone_decides_the_weights(name: str) -> None:
-    shape = {"lenet": MNIST, "learned-linear": (3, 8, 8)}.get(name, (1, 16, 16))
+    shape = (3, 8, 8) if name.startswith("learned") else {"lenet": MNIST}.get(name, (1, 16, 16))
 
     def weights(seed: int) -> Tensor:
         return torch.cat([p.flatten() for p in build(name, shape, 3, seed=seed).parameters()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from dphero.hooks.taps import Taps
 
 
-_CONSTANT = (bool, str, type(None), torch.dtype, torch.device)
-"""Types of what a model may return besides tensors."""
+_CONSTANT = (bool, str, type(None), torch.dtype, torch.device)  # what a model may return besides tensors
 _Found = tuple[Tensor, list[str], dict[str, Piece], list[Tensor]]
 """What a backward pass leaves: square norms, stacked; whose they are; the pieces; and what it began with."""
 
 
-@dataclass
-class Results:
+class Results(NamedTuple):
     """What one pass at full size leaves behind."""
 
     outs: list[Any]
@@ -64,9 +62,8 @@ class Setting:
     """What the passes of all sizes have in common.
 
     Attributes:
-        taps: The model's.
+        taps, autocast: The model's.
         geometry: The one in which norms are taken.
-        autocast: The one in which the model runs.
         structure: How the arguments of the model are put together;
         axes: where each carries the examples.
         shared: What is known of the memory in which they lie.
@@ -83,8 +80,7 @@ class Setting:
 class Pass:
     """One recorded forward and backward pass, for lots of up to ``rows`` examples.
 
-    The memory of what it computes is that of the pool: other passes recorded there write over it. Its results hold
-    until then.
+    What it computes lies in the pool's memory, and holds until another pass recorded there writes over it.
     """
 
     def __init__(self, setting: Setting, rows: int, leaves: Sequence[Any]) -> None:
@@ -98,8 +94,10 @@ class Pass:
     def fill(self, leaves: Sequence[Any], rows: int) -> None:
         """Put arguments in their places."""
         for place, leaf, axis in zip(self._inputs, leaves, self._setting.axes, strict=True):
-            if isinstance(leaf, Tensor):
-                _put(place, leaf, rows if axis == 0 else len(place) if place.dim() else None)
+            if isinstance(leaf, Tensor) and axis == 0:
+                _put(place, leaf, rows)
+            elif isinstance(leaf, Tensor):
+                place.copy_(leaf)
 
     # -- making it ----------------------------------------------------------------------------------------------
 
@@ -331,11 +329,8 @@ def _buffer(leaf: Any, axis: int | None, rows: int) -> Any:
     return torch.empty_like(leaf) if axis is None else leaf.new_empty((rows, *leaf.shape[1:]))
 
 
-def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
-    """Copy a tensor, or its first rows, to its place, and the first row to what is left there."""
-    if rows is None or rows == place.shape[0] == leaf.shape[0]:
-        place.copy_(leaf)
-        return
+def _put(place: Tensor, leaf: Tensor, rows: int) -> None:
+    """Copy a tensor's first rows to their place, and the first row to what is left there."""
     place[:rows].copy_(leaf[:rows])
     if rows < len(place):
         place[rows:].copy_(leaf[:1].expand(len(place) - rows, *leaf.shape[1:]))
@@ -343,11 +338,9 @@ def _put(place: Tensor, leaf: Tensor, rows: int | None) -> None:
 
 def _put_above_zeros(place: Tensor, values: Tensor, rows: int) -> None:
     """Copy so many rows to their place, and let what is left there be zero."""
-    if rows == place.shape[0]:
-        place.copy_(values)
-        return
     place[:rows].copy_(values)
-    place[rows:].zero_()
+    if rows < len(place):
+        place[rows:].zero_()
 
 
 def _filled(values: Tensor, rows: int) -> Tensor:

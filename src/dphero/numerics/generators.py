@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
-
-from dphero.numerics.numpy_state import numpy_generator
 
 
 def torch_generators(own: Sequence[torch.Generator] = ()) -> list[torch.Generator]:
@@ -28,22 +28,25 @@ class RandomState:
     def __init__(self, own: Sequence[torch.Generator] = (), besides: str | None = None) -> None:
         generators = [each for each in torch_generators(own) if each.device.type != besides]
         self._torch = [(generator, generator.get_state()) for generator in generators]
-        self._numpy = numpy_generator.state()
+        self._numpy: Any = np.random.get_state()
         self._python = random.getstate()
 
     def restore(self) -> None:
         """Put all generators back."""
         for generator, state in self._torch:
             generator.set_state(state)
-        numpy_generator.set_state(self._numpy)
+        np.random.set_state(self._numpy)
         random.setstate(self._python)
 
     @property
     def is_current(self) -> bool:
         """Whether nothing was drawn since."""
+        name, words, *rest = self._numpy
+        now: Any = np.random.get_state()
         return (
             all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
-            and self._numpy == numpy_generator.state()
+            and (name, rest) == (now[0], [*now[2:]])
+            and np.array_equal(words, now[1])
             and self._python == random.getstate()
         )
 
@@ -61,6 +64,6 @@ def generators_restored(own: Sequence[torch.Generator] = ()) -> Iterator[RandomS
 def seed_generators(seed: int, own: Sequence[torch.Generator] = ()) -> None:
     """Let all generators start from a number."""
     random.seed(seed)
-    numpy_generator.seed(seed)
+    np.random.seed(seed)
     for generator in torch_generators(own):
         generator.manual_seed(seed)

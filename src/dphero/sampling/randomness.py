@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import get_worker_info
 
 from dphero.numerics.generators import RandomState, torch_generators
-from dphero.numerics.numpy_state import numpy_generator
 
 _WORDS = 624
 """32-bit words in the state of a Mersenne twister, which torch uses on the CPU."""
@@ -129,7 +128,7 @@ def _start(source: bytes, generators: list[torch.Generator]) -> int:
             generator.set_state(state)
         else:
             generator.manual_seed(seed)
-    numpy_generator.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
+    np.random.seed(np.frombuffer(rest, dtype=np.uint32, count=4, offset=8))
     random.seed(rest[24:])
     return seed
 
