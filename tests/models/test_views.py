@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dphero.gradients import convolution
+from dphero.guidance import PCA
 from dphero.models import build, require_rowwise
 from dphero.models.features import FeatureModel
 from dphero.models.views import MeanOverViews, Views
-from tests.oracle.micro_batches import check
+from tests.oracle.micro_batches import check, guided
 
 
 def test_views_are_moved_and_mirrored() -> None:
@@ -29,13 +30,15 @@ def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(module(x), y)
 
 
-@pytest.mark.parametrize("side", [None, "left"])
-def test_an_example_has_one_gradient_however_many_views_it_has(side: str | None) -> None:
+@pytest.mark.parametrize("shaped", [False, True])
+def test_an_example_has_one_gradient_however_many_views_it_has(shaped: bool) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3)
     )
-    check(MeanOverViews(network), torch.randn(5, 3, 2, 4, 4), torch.randint(3, (5,)), loss=loss, side=side)
+    module = MeanOverViews(network)
+    batch = (torch.randn(5, 3, 2, 4, 4), torch.randint(3, (5,)))
+    check(module, batch, loss, guided(module, PCA()) if shaped else None)
 
 
 def test_no_view_has_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +50,7 @@ def test_no_view_has_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         return instantiate(piece)
 
     monkeypatch.setattr(convolution.Convolution, "instantiate", noted)
-    test_an_example_has_one_gradient_however_many_views_it_has(None)
+    test_an_example_has_one_gradient_however_many_views_it_has(False)
     assert all(rows <= 5 for rows in formed)
 
 
