@@ -116,10 +116,17 @@ def work(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
 
 
 def work_here(plan: list[tuple[str, int]], arguments: argparse.Namespace) -> None:
-    """Run the plan one after another in this process, with shared features."""
+    """Run the plan in this process with shared features, all seeds of a recipe before the next one."""
+    from dphero.experiments import Interrupted
+
     share_features(arguments.out / "features")
-    for name, seed in plan:
-        one(name, seed, arguments.out, arguments.validate, changed(arguments.set))
+    names = [name for name, _ in plan]
+    for name, seed in sorted(plan, key=lambda key: names.index(key[0])):
+        try:
+            one(name, seed, arguments.out, arguments.validate, changed(arguments.set))
+        except Interrupted as error:
+            print(f"{name} seed {seed}: {error}", flush=True)
+            return
         noted((name, seed), arguments.out, 0)
 
 
