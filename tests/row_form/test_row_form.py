@@ -310,7 +310,9 @@ def test_a_form_that_is_wrong_makes_no_norm_too_small(alike: bool, name: str, ki
 
 
 @pytest.mark.parametrize("positions", [1, 12])
-@pytest.mark.parametrize("geometry", [identity((8, 36)), *(mixing(kind, (8, 36)) for kind in MIXED)], ids=str)
+@pytest.mark.parametrize(
+    "geometry", [identity((8, 36)), *(mixing(kind, (8, 36)) for kind in MIXED)], ids=["identity", *MIXED]
+)
 def test_a_broken_form_shows(geometry: Geometry, positions: int) -> None:
     """These tests can fail: s, B and E are all needed, in each kind of geometry."""
     torch.manual_seed(0)
