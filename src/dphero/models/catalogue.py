@@ -100,7 +100,7 @@ MODELS = (
     ),
     Entry(
         "learned-views",
-        "fixed features of several views, learned from synthetic images, and scattering; small network",
+        "features of several views, learned from synthetic images and scattering; small network",
         "images of 3 channels, sides multiples of 4",
         _for_images(features.learned_views),
     ),
