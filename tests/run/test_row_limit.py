@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable
 from itertools import pairwise
@@ -219,6 +220,8 @@ def test_there_is_room_in_what_is_free_and_in_what_torch_keeps(monkeypatch: pyte
     for name, number in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 200))
+    segments = [{"device": 0, "total_size": 50, "allocated_size": 30, "segment_pool_id": (0, 0)}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 75)
     memory = CudaMemory(torch.device("cuda"))
@@ -227,14 +230,19 @@ def test_there_is_room_in_what_is_free_and_in_what_torch_keeps(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.4)
     memory.begin()
     assert memory.room == 50  # 80 are allowed, of which 30 are taken
+    segments.append({"device": 0, "total_size": 9, "allocated_size": 2, "segment_pool_id": (0, 1)})
+    memory.begin()
+    assert memory.room == 43  # and 7 are kept for recordings
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_filled_and_not_overfilled() -> None:
     """With 2 GiB of it, and examples of which each takes some MiB in a hidden layer."""
+    gc.collect()
     torch.cuda.empty_cache()
     allowed = 2 * 2**30
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by recordings of other tests
+    torch.cuda.set_per_process_memory_fraction((kept + allowed) / torch.cuda.mem_get_info()[1])
     try:
         model = nn.Sequential(
             nn.Conv2d(1, 64, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64 * 64 * 64, 3)

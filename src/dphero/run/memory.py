@@ -26,13 +26,22 @@ class CudaMemory:
         self._before, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         free, all_of_it = torch.cuda.mem_get_info(device)
         allowed = torch.cuda.get_per_process_memory_fraction(device) * all_of_it
-        self.room = int(min(free, allowed - reserved)) + reserved - self._before
+        self.room = int(min(free, allowed - reserved)) + reserved - self._before - _kept_by_recordings(device)
         torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def peak(self) -> int:
         """The most bytes that were taken at a time since the batch began."""
         return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def _kept_by_recordings(device: torch.device) -> int:
+    """Return how many bytes torch keeps for CUDA graphs: nothing else can use them."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if device.index in (None, segment["device"]) and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    )
 
 
 def memory_of(parameters: Iterable[Tensor]) -> CudaMemory | None:
