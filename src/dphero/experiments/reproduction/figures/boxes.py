@@ -46,7 +46,7 @@ _SHAPES: Mapping[Size, _Shape] = {
     "quick": _Shape(MNIST["quick"], (1.0, 3.0, 8.0), QUICK_SEEDS, 600, 60, 2.0),
     "full": _Shape(
         MNIST["full"],
-        (1.0, 1.2, 2.0, 2.32, 2.5, 3.0, 3.2, 4.0, 5.07, 6.78, 8.0),
+        (1.0, 1.2, 2.0, 2.32, 2.5, 3.0, 3.2, 4.0, 5.07, 6.78),
         seeds=SEEDS,
         lot=2000,
         steps=900,
