@@ -135,6 +135,7 @@ def draw(
     figure, axes = drawing.grid(1, 1, width=max(6.5, 1.5 * len(epsilons) + 2), height=4.0)
     panel = axes[0][0]
     for place, epsilon in enumerate(epsilons):
+        top = max(value for (other, _), values in groups.items() if other == epsilon for value in values)
         for number, method in enumerate(PRIVATE):
             values = groups.get((epsilon, method), ())
             if not values:
@@ -150,8 +151,8 @@ def draw(
                 row = next(row for row in rows if row["ε asked"] == epsilon and row["method"] == method)
                 claim, true = (f"{kind} ε, δ {DELTAS[0]:.0e}" for kind in ("claimed", "true"))
                 text = f"claims {shown(claim, row.get(claim))}\ntruly {shown(true, row[true])}"
-                panel.annotate(
-                    text, (x, max(values)), (0, 6), textcoords="offset points", ha="center", fontsize=7, color=colour
+                panel.annotate(  # above all boxes of this ε: it is wider than one
+                    text, (place, top), (0, 6), textcoords="offset points", ha="center", fontsize=7, color=colour
                 )
     panel.margins(y=0.2)
     panel.set_xticks(range(len(epsilons)), [f"{epsilon:g}" for epsilon in epsilons])
