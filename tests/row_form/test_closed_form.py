@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from dphero.functional.pulled import Pulled
 from dphero.geometry.geometry import Geometry, identity
+from dphero.gradients.batch import GradientBatch
+from dphero.mechanism.clipping import Flat
+from dphero.mechanism.lot_sum import LotSum
 from dphero.row_form.products import RowFactors, norms_need_no_gradient, relative_rounding
 from dphero.row_form.row_sums import RowSums
 from tests.row_form.cases import MIXED, mixing, pieces
@@ -48,8 +51,20 @@ def test_a_form_that_is_wrong_makes_no_norm_too_small(alike: bool, name: str, ki
         found = Pulled(value, leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
         norms = found.square_norms(geometry).sqrt()
         assert bool((norms >= geometry.whiten(true).flatten(1).norm(dim=1)).all())
-    if name != "other rows":
-        assert bool(found.weighted_sum(torch.ones(6)).isnan().all())  # nobody trains with it
+        if name != "other rows":
+            assert not bool(norms.isfinite().any())  # nobody trains with it
+
+
+@pytest.mark.parametrize("name", ["flip", "means of columns"])
+def test_with_a_form_that_is_wrong_nothing_is_added_up(name: str) -> None:
+    """No numbers would be released otherwise, in place of the weights."""
+    torch.manual_seed(1)
+    leaf, inner = torch.randn(8, 36, requires_grad=True), pieces(2)["outer"]
+    piece = Pulled(WRONG[name](leaf), leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
+    lot = LotSum(Flat(1.0))
+    for _ in range(2):
+        lot.add(GradientBatch(6, {"w": piece}, {"w": piece.square_norms(identity((8, 36)))}), 6, 1.0)
+    assert not lot.sums and lot.diagnostics.nonfinite == lot.diagnostics.examples == 12
 
 
 @pytest.mark.parametrize("positions", [1, 12])

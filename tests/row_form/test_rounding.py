@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,3 +115,36 @@ def test_rows_of_very_different_sizes(scale: float, shape: str) -> None:
         exact = of(leaf.detach().double().requires_grad_(), left, right, by_rows=False).instantiate()
         true = geometry.to(dtype=torch.float64).whiten(exact).flatten(1).norm(dim=1)
         assert bool((norms >= true).all()) and bool((norms <= true * 1.05).all())
+
+
+STANDARDISED: dict[str, Callable[[Tensor], Tensor]] = {
+    "deviations": lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True),
+    "expanded": lambda w: w / w.std(1, keepdim=True) - w.mean(1, keepdim=True) / w.std(1, keepdim=True),
+    "normalised first": lambda w: F.normalize(F.normalize(w) - F.normalize(w).mean(1, keepdim=True)),
+    "batch norm": lambda w: F.batch_norm(w[None], None, None, training=True, eps=1e-12)[0],
+}
+
+
+@pytest.mark.parametrize("shape", ["none", "dense", "right"])
+@pytest.mark.parametrize("mean", [1e-2, 1.0, 100.0])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e5])
+@pytest.mark.parametrize("name", STANDARDISED)
+def test_rows_whose_mean_is_much_larger_than_their_deviation(name: str, ratio: float, mean: float, shape: str) -> None:
+    """What standardises them loses many digits: sums are as good as those that are pulled back, and in their norms."""
+    torch.manual_seed(0)
+    geometry = identity((8, 36)) if shape == "none" else mixing(shape, (8, 36))
+    leaf, inner = (mean * (1 + torch.randn(8, 36) / ratio)).requires_grad_(), pieces(2)["explicit"]
+    inner = Explicit(inner.instantiate().flatten(2))
+
+    def of(rows: RowSums | None) -> Pulled:
+        return Pulled(STANDARDISED[name](leaf), leaf, inner, 6, contextlib.nullcontext, rows)
+
+    found, pulled_back = of(RowSums(inner, 6, leaf)), of(None)
+    norms = found.square_norms(geometry).sqrt()
+    for piece in (found, pulled_back):
+        shares = torch.stack([piece.weighted_sum(one) for one in torch.eye(6)])
+        assert bool((geometry.whiten(shares).flatten(1).norm(dim=1) <= norms).all()) and bool(norms.isfinite().all())
+    wide = leaf.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(STANDARDISED[name](wide), wide, inner.gradients.sum(0).double())
+    off, usual = ((piece.weighted_sum(torch.ones(6)) - exact).norm() / exact.norm() for piece in (found, pulled_back))
+    assert float(off) <= 2 * float(usual) + 1e-5
