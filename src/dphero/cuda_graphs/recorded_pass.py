@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from dphero.cuda_graphs.autocast import Autocast, computing_in
 from dphero.cuda_graphs.borrowed import borrowed
@@ -156,11 +156,8 @@ class Pass:
             self._replay_sums()
             sums = dict(zip(self.found, self.added, strict=True))
             geometry = self._setting.geometry.live
-            squares = []
-            for name in self.names:
-                whitened = geometry[name].whiten(sums[name].view(1, *geometry[name].shape))
-                squares.append(whitened.double().square().sum())
-            yield self.norms[:, row], torch.stack(squares)
+            whitened = [geometry[name].whiten(sums[name].view(1, *geometry[name].shape)) for name in self.names]
+            yield self.norms[:, row], torch.stack([each.double().square().sum() for each in whitened])
 
     def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
         """Return both passes as functions."""
@@ -168,7 +165,10 @@ class Pass:
         edges: list[GradientEdge] = []
 
         def forward() -> list[Any]:
-            outs, self._out_structure = self._forward(found)
+            # Pieces may be pulled back through this graph after a replay, when weights are others. Whether tensors are
+            # as they were, autograd has asked in the pass as usual.
+            with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                outs, self._out_structure = self._forward(found)
             edges.extend(self._edges(outs))
             return [out.detach() if isinstance(out, Tensor) else out for out in outs]
 
@@ -190,9 +190,7 @@ class Pass:
         for out in outs:
             if not isinstance(out, Tensor):
                 if type(out) not in _CONSTANT:  # a number may be that of the rows
-                    raise CannotRecordError(
-                        f"it returns a value of type {type(out).__name__}, which would never change"
-                    )
+                    raise CannotRecordError(f"it returns a value of type {type(out).__name__}, which never changes")
             elif out.dim() == 0 or len(out) != self.rows:
                 raise CannotRecordError(f"for {self.rows} rows it returns a tensor of shape {tuple(out.shape)}")
         return outs, structure
