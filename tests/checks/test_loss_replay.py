@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dphero.checks.loss import check as loss_check
 from dphero.checks.loss import repetition as loss_repetition
@@ -139,6 +139,18 @@ def test_division_by_a_count_is_refused() -> None:
             lambda model, x, y: positives(model(x), y).sum() / (1 + (y == 0).sum()),
             loss_reduction="sum",
         )
+
+
+def test_a_sign_that_the_batch_decides_is_refused() -> None:
+    """In double precision, in two entries of each example: their highest bits change, and nothing else."""
+    records = data()
+
+    def turned(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        sign = torch.where((y == 0).sum() > 4, 1.0, -1.0)
+        return (sign * model(x)[:, :2].square()).mean()
+
+    with pytest.raises(ValueError, match="by the others of its batch"):
+        train(turned, module=network().double(), dataset=TensorDataset(records.tensors[0].double(), records.tensors[1]))
 
 
 def test_without_the_repetition_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
