@@ -359,6 +359,17 @@ def test_other_ways_to_back_propagate_are_named() -> None:
     assert any("loss.backward()" in note for note in notes(run))
 
 
+def test_what_is_changed_in_place_in_a_list_is_named() -> None:
+    """Calls that were made again would change it again."""
+
+    def doubled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        torch._foreach_mul_([out.detach()], 2.0)
+        return F.cross_entropy(out, y)
+
+    assert any("_foreach_mul_ changes a tensor without" in note for note in notes(train(doubled)))
+
+
 def test_activations_from_inside_are_named() -> None:
     run, kept = training(), []
     run.module[1].register_forward_hook(lambda module, args, out: kept.append(out))  # type: ignore[index]
