@@ -67,6 +67,17 @@ def test_with_a_form_that_is_wrong_nothing_is_added_up(name: str) -> None:
     assert not lot.sums and lot.diagnostics.nonfinite == lot.diagnostics.examples == 12
 
 
+def test_norms_of_some_examples_are_taken_as_their_sums_are() -> None:
+    torch.manual_seed(1)
+    leaf, inner = torch.randn(8, 36, requires_grad=True), pieces(2)["outer"]
+    for function, finite in ((F.normalize, True), (WRONG["flip"], False)):
+        piece = Pulled(function(leaf), leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
+        whole, keep = piece.square_norms(identity((8, 36))), torch.arange(6) > 2
+        norms = piece.take(keep).square_norms(identity((8, 36)))
+        assert bool(norms.isfinite().all()) == finite
+        torch.testing.assert_close(norms, whole[keep])
+
+
 @pytest.mark.parametrize("positions", [1, 12])
 @pytest.mark.parametrize("geometry", [identity((8, 36)), *(mixing(kind, (8, 36)) for kind in MIXED)], ids=str)
 def test_a_broken_form_shows(geometry: Geometry, positions: int) -> None:
