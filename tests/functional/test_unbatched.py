@@ -295,6 +295,16 @@ def test_a_module_that_cannot_be_followed_is_recomputed() -> None:
         assert [site.rule is vmapped for site in tapped.taps.hooked_modules if site.module is inner] == [True]
 
 
+def test_weights_that_were_changed_before_the_backward_pass_are_refused() -> None:
+    model = Lambda(lambda self, x: x * F.normalize(self.scale, dim=0), scale=torch.rand(8))
+    with Tapped(model, 5):
+        out = loss(model, sequences(5))
+        with torch.no_grad():
+            model.scale.mul_(2.0)
+        with pytest.raises(RuntimeError, match="changed in place after the model had used it"):
+            out.backward()
+
+
 # -- these tests can fail -------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dphero.cuda_graphs.autocast import Autocast, computing_in
 from dphero.cuda_graphs.borrowed import borrowed
@@ -165,10 +165,7 @@ class Pass:
         edges: list[GradientEdge] = []
 
         def forward() -> list[Any]:
-            # Pieces may be pulled back through this graph after a replay, when weights are others. Whether tensors are
-            # as they were, autograd has asked in the pass as usual.
-            with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-                outs, self._out_structure = self._forward(found)
+            outs, self._out_structure = self._forward(found)
             edges.extend(self._edges(outs))
             return [out.detach() if isinstance(out, Tensor) else out for out in outs]
 
