@@ -129,11 +129,19 @@ class Unbatched:
 
     def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, that the value is combined with the batch once more."""
+        if self.plain is self.origins[0].leaf:  # which stays from one pass to the next
+            self._versions = [origin.version for origin in self.origins]
         for origin in self.origins:
             origin.expect(tape)
 
     def receive(self, tape: GradientSink, piece: Piece) -> None:
         """Carry per-example gradients of this value back to its origins."""
+        for origin, version in zip(self.origins, self._versions, strict=True):
+            if origin.version != version:
+                raise RuntimeError(
+                    f"a parameter of {origin.label} was changed in place after the model had used it; its gradient "
+                    "would be wrong. Change it after backward()."
+                )
         origin = self.origins[0]
         if origin.leaf is self.plain:
             origin.take(tape, piece)
@@ -143,12 +151,6 @@ class Unbatched:
             tape.defer(lambda: self._pull(tape, piece))
 
     def _pull(self, tape: GradientSink, piece: Piece) -> None:
-        for origin, version in zip(self.origins, self._versions, strict=True):
-            if origin.version != version:
-                raise RuntimeError(
-                    f"a parameter of {origin.label} was changed in place after the model had used it; its gradient "
-                    "would be wrong. Change it after backward()."
-                )
         leaves, n = [origin.leaf for origin in self.origins], tape.rows
         if n * (self.plain.numel() + sum(leaf.numel() for leaf in leaves)) > _LARGE and is_single(self.plain):
             rows = self._row_sums(piece, n)
