@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dphero.checks.loss import check as loss_check
 from dphero.checks.loss import repetition as loss_repetition
@@ -139,6 +139,18 @@ def test_division_by_a_count_is_refused() -> None:
             lambda model, x, y: positives(model(x), y).sum() / (1 + (y == 0).sum()),
             loss_reduction="sum",
         )
+
+
+def test_a_sign_that_the_batch_decides_is_refused() -> None:
+    """In double precision, in two entries of each example: their highest bits change, and nothing else."""
+    records = data()
+
+    def turned(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        sign = torch.where((y == 0).sum() > 4, 1.0, -1.0)
+        return (sign * model(x)[:, :2].square()).mean()
+
+    with pytest.raises(ValueError, match="by the others of its batch"):
+        train(turned, module=network().double(), dataset=TensorDataset(records.tensors[0].double(), records.tensors[1]))
 
 
 def test_without_the_repetition_they_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +357,17 @@ def test_other_ways_to_back_propagate_are_named() -> None:
         run.optimizer.step()
         break
     assert any("loss.backward()" in note for note in notes(run))
+
+
+def test_what_is_changed_in_place_in_a_list_is_named() -> None:
+    """Calls that were made again would change it again."""
+
+    def doubled(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        out = model(x)
+        torch._foreach_mul_([out.detach()], 2.0)
+        return F.cross_entropy(out, y)
+
+    assert any("_foreach_mul_ changes a tensor without" in note for note in notes(train(doubled)))
 
 
 def test_activations_from_inside_are_named() -> None:

@@ -36,7 +36,8 @@ class Recorder(TorchDispatchMode):
             storages = {t.untyped_storage().data_ptr() for t in tree_flatten((args, kwargs))[0] if _is_tensor(t)}
             for old, new in zip(outs, tree_flatten(func(*args, **kwargs))[0], strict=True):
                 if _is_tensor(old) and old.untyped_storage().data_ptr() not in storages:
-                    old.copy_(new.reshape(old.shape))  # squeeze_ changed its shape since
+                    with torch.autograd._unsafe_preserve_version_counter(old):  # autograd knows nothing of a replay
+                        old.copy_(new.reshape(old.shape))  # squeeze_ changed its shape since
 
 
 def _is_tensor(value: Any) -> bool:
@@ -53,3 +54,11 @@ class StandIn:
         with Recorder() as recorder:
             result = work()
         return recorder.replay, result
+
+
+def same_place(tensor: Tensor) -> Tensor:
+    """Return another tensor in the same memory: what stands in for one that reads memory without keeping it."""
+    if type(tensor) is not Tensor:
+        return tensor
+    there = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*there)

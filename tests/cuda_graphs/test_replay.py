@@ -22,10 +22,11 @@ from torch.utils.data import TensorDataset
 from dphero import PrivacyEngine
 from dphero.checks.first_batch import probe
 from dphero.checks.loss.recorder import Recorder as LossRecorder
-from dphero.cuda_graphs import pool
+from dphero.cuda_graphs import borrowed, pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
 from dphero.cuda_graphs.replay import Graphs
+from dphero.functional import unbatched
 from dphero.geometry.dense import Dense
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, identity
@@ -35,7 +36,7 @@ from dphero.hooks.taps import Taps
 from dphero.mechanism.release import Mechanism
 from dphero.models import NAMES, FeatureModel, build
 from dphero.numerics import buffers as room
-from tests.cuda_graphs.stand_in import DEVICE, StandIn
+from tests.cuda_graphs.stand_in import DEVICE, StandIn, same_place
 
 
 @pytest.fixture
@@ -52,6 +53,8 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(graphs, "Pool", Counted)
     monkeypatch.setattr(graphs, "_DEVICES", (DEVICE.type,))
     monkeypatch.setattr(room, "_SOME", 1 << 40)  # no memory is used again on a GPU, which is stood in for
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(borrowed, "_place", same_place)
     return made
 
 
@@ -231,6 +234,32 @@ def test_room_for_noise_is_taken_while_norms_are_computed(
     assert not taken
     train(nn.Linear(4, 3).to(DEVICE), small(), cuda_graphs=True, sampling="shuffle", steps=3)
     assert recordings and len(taken) == 3
+
+
+class Standardised(nn.Linear):
+    """Weights that are computed from others, each row by itself or not."""
+
+    def __init__(self, *, by_row: bool) -> None:
+        super().__init__(64, 12)
+        self.head, self.by_row = nn.Linear(12, 3), by_row
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.normalize(self.weight) if self.by_row else self.weight / (1 + self.weight.abs().mean())
+        return self.head(F.linear(x.flatten(1), weight, self.bias).tanh())
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.usefixtures("same_noise")
+def test_gradients_that_are_pulled_back_are_summed_without_a_recording_too(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch, clipping: Any, by_row: bool
+) -> None:
+    """With weights that it was not made for, and where an example counts for nothing."""
+    monkeypatch.setattr(unbatched, "_LARGE", 0)
+    data = images(60)
+    data.tensors[0][::7] = float("nan")
+    engine = compare(partial(Standardised, by_row=by_row), data, clipping=clipping)
+    assert recordings and engine.diagnostics.nonfinite > 0
 
 
 def small() -> TensorDataset:

@@ -295,6 +295,17 @@ def test_a_module_that_cannot_be_followed_is_recomputed() -> None:
         assert [site.rule is vmapped for site in tapped.taps.hooked_modules if site.module is inner] == [True]
 
 
+@pytest.mark.parametrize("function", [lambda w: w, lambda w: F.normalize(w, dim=0)], ids=["itself", "computed"])
+def test_weights_that_were_changed_before_the_backward_pass_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    model = Lambda(lambda self, x: self.before(x) * function(self.scale), before=nn.Linear(8, 8), scale=torch.rand(8))
+    with Tapped(model, 5):
+        out = loss(model, sequences(5))
+        with torch.no_grad():
+            model.scale.mul_(2.0)
+        with pytest.raises(RuntimeError, match="changed in place after the model had used it"):
+            out.backward()
+
+
 # -- these tests can fail -------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from dphero import BudgetExhausted
 from dphero.accounting import AdaptiveGaussian, PoissonGaussian, ShuffledGaussian, UnpriceableError
 from dphero.geometry.diagonal import Diagonal, Scalar
-from dphero.geometry.geometry import Geometry, identity
+from dphero.geometry.geometry import Digests, Geometry, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA, Block, History, Isotropic, Released
 from dphero.guidance import pca as weights
@@ -69,6 +69,22 @@ def test_room_taken_early_is_for_one_release() -> None:
     for name in first:
         assert torch.equal(first[name], usual[0][name]) and torch.equal(second[name], usual[1][name])
         assert first[name].untyped_storage().data_ptr() != second[name].untyped_storage().data_ptr()
+
+
+def test_the_noise_is_bound_to_the_shape_in_hand() -> None:
+    """Renewed before a lot, or read from a checkpoint: what is known early of a shape is not that of the one before."""
+    it, other = (mechanism(training(wide(), guidance=PCA(refresh_every=2))) for _ in range(2))
+    seen = []
+    for step in range(5):
+        it.before_lot()
+        seen.append(it.shape.digest)
+        assert seen[-1] == b"".join(Digests([*it.noise_geometry.values()]).found())
+        it.release(clipped(it, {}))
+        with torch.no_grad():
+            it.shape._parameters["0.weight"].normal_(generator=torch.Generator().manual_seed(step))
+    assert len(set(seen)) == 3 and other.shape.digest != seen[-1]
+    other.load_state_dict(it.state_dict())
+    assert other.shape.digest == seen[-1]
 
 
 def test_room_of_a_lot_that_failed_is_given_back() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,3 +57,18 @@ def test_changes_in_a_pattern_do_not_cancel() -> None:
     other = value.clone()
     other.view(torch.int32)[0, [0, 2, 4]] += torch.tensor([1, -2, 1], dtype=torch.int32)  # nor in a line
     assert not same_marks(marks(value, 1), marks(other, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("change", [torch.neg, lambda value: 2 * value, lambda value: 1024 * value, torch.flip])
+def test_what_changes_in_all_entries_alike_does_not_cancel(dtype: torch.dtype, change: Any) -> None:
+    """Signs and exponents are the highest bits: times an odd number, these stay the highest."""
+    torch.manual_seed(0)
+    value = torch.randn(500, 8, dtype=dtype)
+    other = value.flip(1) if change is torch.flip else change(value)
+    assert not bool((marks(value, 500) == marks(other, 500)).any())
+
+
+def test_columns_in_another_order_in_memory() -> None:
+    value = torch.randn(5, ROWS, dtype=torch.float64).T
+    assert same_marks(marks(value, ROWS), marks(value.contiguous(), ROWS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,36 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dphero.functional import pulled, unbatched
-from dphero.functional.pulled import Pulled
-from dphero.geometry.dense import Dense
+from dphero.functional import pulled
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, identity
-from dphero.geometry.low_rank import LowRank
-from dphero.gradients.convolution import conv_piece
-from dphero.gradients.outer import Outer
-from dphero.gradients.patches import convolution_arguments
-from dphero.gradients.piece import Explicit, Piece
-from dphero.row_form.jacobian import _constants
 from dphero.row_form.norms import pulled_square_norms
-from dphero.row_form.products import (
-    RowFactors,
-    norms_need_no_gradient,
-    relative_rounding,
-)
-from dphero.row_form.row_sums import RowSums
 from tests.oracle.micro_batches import micro_batches, tapped
 from tests.oracle.test_zoo import loss
+from tests.row_form.cases import MIXED, mixing
 
 Function = Callable[[Tensor, Tensor], Tensor]
 """From a weight of shape (8, 8, 3, 3), or (8, 8), and numbers of shape (8, 1, …)."""
 AXES = (1, 2, 3)
 
 
-@pytest.fixture(autouse=True)
-def _everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unbatched, "_LARGE", 0)
-    monkeypatch.setattr(pulled, "_CPU_BUFFER", 2000)
+pytestmark = pytest.mark.usefixtures("in_parts")
 
 
 def by_variance(w: Tensor, g: Tensor) -> Tensor:
@@ -114,32 +97,6 @@ class Own(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = F.conv2d(x, self.function(self.weight, self.gain), padding=1)
         return self.last(out.tanh().mean((2, 3)))
-
-
-MIXED = ["low rank", "strong", "dense", "right", "both", "flat"]
-
-
-def mixing(kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Geometry:
-    """Return a geometry whose inverse does more than to scale rows."""
-    rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    draw = torch.Generator().manual_seed(3)
-
-    def basis(size: int) -> Tensor:
-        return torch.linalg.qr(torch.randn(size, size, generator=draw, dtype=torch.float64))[0]
-
-    dense = Dense(basis(rows), torch.rand(rows, generator=draw) + 0.2)
-    if kind == "low rank":
-        made = Geometry(shape, left=LowRank(basis(rows)[:, :3], torch.tensor([3.0, 0.5, 2.0]), 1.0))
-    elif kind == "strong":
-        made = Geometry(shape, left=LowRank(basis(rows)[:, :3], torch.tensor([300.0, 20.0, 2.0]), 0.5))
-    elif kind == "dense":
-        made = Geometry(shape, left=dense)
-    elif kind == "flat":
-        made = Geometry(shape, flat=Diagonal(torch.rand(rows * columns, generator=draw) + 0.2))
-    else:
-        right = LowRank(basis(columns)[:, :4], torch.tensor([3.0, 0.5, 2.0, 7.0]), 1.0)
-        made = Geometry(shape, left=dense if kind == "both" else None, right=right)
-    return made.to(dtype=dtype)
 
 
 class Calls:
@@ -263,191 +220,3 @@ def test_square_matrices(name: str, shape: tuple[int, ...], monkeypatch: pytest.
     kept, function = SQUARE[name]
     compare(Square(function), torch.randn(shape))
     assert bool(calls.count) == kept
-
-
-def pieces(positions: int) -> dict[str, Piece]:
-    torch.manual_seed(1)
-    x, delta = torch.randn(6, 4, positions, positions), torch.randn(6, 8, positions, positions)
-    weight = torch.empty(8, 4, 3, 3)
-    convolution = conv_piece(x, delta, convolution_arguments(weight, 1, 1, 1, 1))
-    outer = Outer(torch.randn(6, positions, 8), torch.randn(6, positions, 36))
-    explicit = Explicit(torch.randn(6, 8, 4, 3, 3))
-    return {"convolution": convolution, "outer": outer, "explicit": explicit}
-
-
-OTHERS = torch.tensor([1, 0, 3, 2, 5, 4, 7, 6])
-WRONG: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": lambda w: w.exp(),
-    "tanh": lambda w: w.tanh(),
-    "flip": lambda w: w.flip(1),
-    "one mean for all": lambda w: w - w.mean(),
-    "one length for all": lambda w: w / w.norm(),
-    "means of columns": lambda w: w - w.mean(0),
-    "other rows": lambda w: w + 1e-3 * w[OTHERS],
-    "lengths of other rows": lambda w: w * w.norm(dim=1, keepdim=True)[OTHERS],
-    "half a mean": lambda w: w - w[:, :18].mean(1, keepdim=True),
-    "absolute numbers": lambda w: w / w.abs().mean(1, keepdim=True),
-}
-
-
-@pytest.mark.parametrize("positions", [1, 2, 12])
-@pytest.mark.parametrize("kind", ["convolution", "outer", "explicit"])
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("alike", [False, True])
-def test_a_form_that_is_wrong_makes_no_norm_too_small(alike: bool, name: str, kind: str, positions: int) -> None:
-    torch.manual_seed(1)
-    leaf = torch.randn(1, 36).expand(8, 36) + 0.1 if alike else torch.randn(8, 36)
-    leaf = leaf.clone().requires_grad_()
-    inner = pieces(positions)[kind]
-    value = WRONG[name](leaf.view(8, 36)).view(inner.shape)
-    true = Pulled(value, leaf, pieces(positions)[kind], 6, contextlib.nullcontext).instantiate()
-    for geometry in [identity((8, 36)), *(mixing(kind, (8, 36)) for kind in MIXED)]:
-        found = Pulled(value, leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
-        norms = found.square_norms(geometry).sqrt()
-        assert bool((norms >= geometry.whiten(true).flatten(1).norm(dim=1)).all())
-    if name != "other rows":
-        assert bool(found.weighted_sum(torch.ones(6)).isnan().all())  # nobody trains with it
-
-
-@pytest.mark.parametrize("positions", [1, 12])
-@pytest.mark.parametrize(
-    "geometry", [identity((8, 36)), *(mixing(kind, (8, 36)) for kind in MIXED)], ids=["identity", *MIXED]
-)
-def test_a_broken_form_shows(geometry: Geometry, positions: int) -> None:
-    """These tests can fail: s, B and E are all needed, in each kind of geometry."""
-    torch.manual_seed(0)
-    leaf = torch.randn(8, 36, requires_grad=True)
-    inner = pieces(positions)["outer"]
-    found = Pulled(F.normalize(leaf), leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
-    true = geometry.whiten(found.instantiate()).flatten(1).norm(dim=1)
-
-    def off() -> float:
-        return float((found.square_norms(geometry).sqrt() / true - 1).abs().amax())
-
-    assert off() < 2e-3
-    right = found._map
-    assert right is not None and right.block is not None
-    shorter = right.block.clone()
-    shorter[:, 2, 2] *= 0.99
-    whole = right.block.clone()
-    whole[:, :2, :2] = right.block[:, 2:, 2:] * torch.eye(2)
-    for broken in (
-        right._replace(block=shorter, along=right.along * 0.99),
-        right._replace(block=whole, along=torch.zeros_like(right.along)),
-    ):
-        found._map = broken
-        assert off() > 5e-3
-
-
-@pytest.mark.parametrize("positions", [1, 2])
-@pytest.mark.parametrize("kind", ["convolution", "outer"])
-def test_what_is_taken_from_factors(kind: str, positions: int) -> None:
-    piece = pieces(positions)[kind]
-    assert norms_need_no_gradient(piece)
-    gradients = pieces(positions)[kind].instantiate().flatten(2).double()
-    vectors, scales = torch.randn(8, 36), torch.rand(8)
-    factors = RowFactors(piece, vectors)
-    along = torch.stack([gradients.sum(2) / 6, (gradients * vectors).sum(2)], 2).transpose(0, 1)
-    torch.testing.assert_close(factors.products()[0].double(), along, rtol=1e-4, atol=1e-4)
-    scaled = gradients * scales[:, None]
-    squares = factors.square_norms(factors.scaled(scales)).double()
-    torch.testing.assert_close(squares, scaled.square().sum((1, 2)), rtol=1e-3, atol=1e-4)
-    assert bool((factors.lengths(torch.ones(8)) * (1 + 1e-5) >= gradients.flatten(1).norm(dim=1)).all())
-    assert bool((factors.lengths(scales) * (1 + 1e-5) >= scaled.flatten(1).norm(dim=1)).all())
-    assert 0 < relative_rounding(piece) < 1e-4
-
-
-@pytest.mark.parametrize("constant", [0.0, 0.7, 1e-20])
-def test_rows_without_a_direction(constant: float) -> None:
-    """Rows of one number each: only means can be taken out of them."""
-    torch.manual_seed(0)
-    leaf = torch.full((8, 4, 3, 3), constant, requires_grad=True)
-    value = 2 * (leaf - leaf.mean((1, 2, 3), keepdim=True))
-    inner = pieces(2)["convolution"]
-    found = Pulled(value, leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
-    norms = found.square_norms(identity((8, 4, 3, 3))).sqrt()
-    true = found.instantiate().flatten(1).norm(dim=1)
-    torch.testing.assert_close(norms, true, rtol=1e-3, atol=0)
-    assert bool((norms >= true * (1 - 1e-6)).all())
-
-
-@pytest.mark.parametrize("near", [0.0, 1e-12, 1e-7, 1e-3])
-@pytest.mark.parametrize("kind", ["dense", "none"])
-def test_weights_like_the_numbers_that_they_are_examined_with(kind: str, near: float) -> None:
-    """Nothing that is at right angles to the weights is left of these; what is found must not be nothing."""
-    torch.manual_seed(0)
-    shape = torch.Size((8, 36))
-    leaf = (3 * _constants(torch.empty(shape)).scattered + near * torch.randn(shape) + 0.1).requires_grad_()
-    geometry = identity(shape) if kind == "none" else mixing(kind, shape)
-    for inner in pieces(2).values():
-        value = F.normalize(leaf).view(inner.shape)
-        found = Pulled(value, leaf, inner, 6, contextlib.nullcontext, RowSums(inner, 6, leaf))
-        norms, true = found.square_norms(geometry).sqrt(), geometry.whiten(found.instantiate())
-        assert bool(((norms >= true.flatten(1).norm(dim=1)) | norms.isnan()).all())
-
-
-def test_what_is_not_finite_stays_so() -> None:
-    torch.manual_seed(0)
-    leaf = torch.randn(8, 36, requires_grad=True)
-    gradients = torch.randn(4, 8, 36)
-    gradients[1, 2, 3], gradients[2, 0, 0], gradients[3] = torch.inf, torch.nan, 1e30
-    inner = Explicit(gradients)
-    found = Pulled(F.normalize(leaf), leaf, inner, 4, contextlib.nullcontext, RowSums(inner, 4, leaf))
-    assert found.square_norms(identity((8, 36))).isfinite().tolist() == [True, False, False, False]
-
-
-@pytest.mark.parametrize("shape", ["none", *MIXED])
-@pytest.mark.parametrize("positions", [1, 12])
-@pytest.mark.parametrize("kind", ["radial", "constant", "mixed"])
-def test_norms_are_never_too_small_where_nearly_nothing_is_left(kind: str, positions: int, shape: str) -> None:
-    """Of gradients along the weights, or all of one value, nothing remains but rounding."""
-    torch.manual_seed(0)
-    n, rows = 16, 8
-    geometry = identity((rows, 36)) if shape == "none" else mixing(shape, (rows, 36))
-    leaf = (torch.randn(1, 36).expand(rows, 36) + 0.1).clone().requires_grad_()
-    weight = F.normalize((leaf - leaf.mean(1, keepdim=True)).detach(), dim=1)
-    right = torch.randn(n, positions, 1) * torch.ones(36)
-    if kind != "constant":
-        right = right * (kind == "mixed") + torch.randn(n, positions, 1) * weight[:1]
-    right, left = right + 1e-6 * torch.randn_like(right), torch.randn(n, positions, rows)
-
-    def of(leaf: Tensor, *, by_rows: bool) -> Pulled:
-        centred = leaf - leaf.mean(1, keepdim=True)
-        inner = Outer(left.to(leaf.dtype), right.to(leaf.dtype))
-        sums = RowSums(inner, n, leaf) if by_rows else None
-        return Pulled(centred / centred.norm(dim=1, keepdim=True), leaf, inner, n, contextlib.nullcontext, sums)
-
-    found = of(leaf, by_rows=True)
-    pulled_back = torch.stack([of(leaf, by_rows=True).weighted_sum(one) for one in torch.eye(n)])
-    norms = found.square_norms(geometry).sqrt()
-    in_closed_form = torch.stack([found.weighted_sum(one) for one in torch.eye(n)])
-    for sums in (pulled_back, in_closed_form):
-        assert bool((geometry.whiten(sums).flatten(1).norm(dim=1) <= norms).all())
-    exact = of(leaf.detach().double().requires_grad_(), by_rows=False).instantiate()
-    true = geometry.to(dtype=torch.float64).whiten(exact).flatten(1).norm(dim=1)
-    assert bool((true <= norms).all())
-    loose = 0.02 * right.flatten(1).norm(dim=1) * left.flatten(1).norm(dim=1) / geometry.smallest
-    assert bool((norms <= true + loose).all())
-
-
-@pytest.mark.parametrize("shape", ["none", *MIXED])
-@pytest.mark.parametrize("scale", [1e-8, 1e8])
-def test_rows_of_very_different_sizes(scale: float, shape: str) -> None:
-    """In weights, in gradients, and in what the function makes of them."""
-    torch.manual_seed(0)
-    geometry = identity((8, 36)) if shape == "none" else mixing(shape, (8, 36))
-    spread = torch.logspace(-3, 3, 8).view(8, 1)
-    leaf = (torch.randn(8, 36) * spread).requires_grad_()
-    for positions in (1, 3):
-        left, right = torch.randn(6, positions, 8) * spread.flip(0).view(8) * scale, torch.randn(6, positions, 36)
-
-        def of(leaf: Tensor, left: Tensor, right: Tensor, *, by_rows: bool) -> Pulled:
-            inner = Outer(left.to(leaf.dtype), right.to(leaf.dtype))
-            value = leaf * (leaf.square().mean(1, keepdim=True) + 1e-8).rsqrt() + leaf.mean(1, keepdim=True)
-            sums = RowSums(inner, 6, leaf) if by_rows else None
-            return Pulled(value, leaf, inner, 6, contextlib.nullcontext, sums)
-
-        norms = of(leaf, left, right, by_rows=True).square_norms(geometry).sqrt().double()
-        exact = of(leaf.detach().double().requires_grad_(), left, right, by_rows=False).instantiate()
-        true = geometry.to(dtype=torch.float64).whiten(exact).flatten(1).norm(dim=1)
-        assert bool((norms >= true).all()) and bool((norms <= true * 1.05).all())

@@ -17,8 +17,9 @@ _KEPT = (Factor, Geometry, type)
 def borrowed(value: Any, known: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """Return a copy of pieces, or of containers of them, whose tensors on a GPU do not keep their memory.
 
-    What is not understood (a tensor that a function holds, say) is kept: that costs memory, nothing else. Whoever uses
-    the copy must keep the memory from being given back to the device, as a recording does that lies there.
+    What is not understood (a tensor that a function holds, say) is kept, and so is a tensor with a gradient, since a
+    place in memory has no graph: that costs memory, nothing else. Whoever uses the copy must keep the memory from being
+    given back to the device, as a recording does that lies there.
 
     Args:
         value: What is to be copied.
@@ -29,7 +30,7 @@ def borrowed(value: Any, known: dict[int, tuple[Any, Any]] | None = None) -> Any
         return known[id(value)][1]
     made = value
     if isinstance(value, Tensor):
-        made = _place(value)
+        made = value if value.requires_grad else _place(value)
     elif type(value) in (list, tuple):
         made = type(value)(borrowed(each, known) for each in value)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -156,11 +156,8 @@ class Pass:
             self._replay_sums()
             sums = dict(zip(self.found, self.added, strict=True))
             geometry = self._setting.geometry.live
-            squares = []
-            for name in self.names:
-                whitened = geometry[name].whiten(sums[name].view(1, *geometry[name].shape))
-                squares.append(whitened.double().square().sum())
-            yield self.norms[:, row], torch.stack(squares)
+            whitened = [geometry[name].whiten(sums[name].view(1, *geometry[name].shape)) for name in self.names]
+            yield self.norms[:, row], torch.stack([each.double().square().sum() for each in whitened])
 
     def _as_written(self) -> tuple[Callable[[], list[Any]], Callable[[], _Found]]:
         """Return both passes as functions."""
@@ -190,9 +187,7 @@ class Pass:
         for out in outs:
             if not isinstance(out, Tensor):
                 if type(out) not in _CONSTANT:  # a number may be that of the rows
-                    raise CannotRecordError(
-                        f"it returns a value of type {type(out).__name__}, which would never change"
-                    )
+                    raise CannotRecordError(f"it returns a value of type {type(out).__name__}, which never changes")
             elif out.dim() == 0 or len(out) != self.rows:
                 raise CannotRecordError(f"for {self.rows} rows it returns a tensor of shape {tuple(out.shape)}")
         return outs, structure

@@ -117,8 +117,10 @@ class Pulled(Piece):
 
     def take(self, keep: Tensor | slice) -> Piece:
         n = len(range(self._n)[keep]) if isinstance(keep, slice) else int(keep.sum())
-        part = Pulled(self._value, self._leaf, self._inner.take(keep), n, self._collecting)
-        part._map = self._map
+        inner = self._inner.take(keep)
+        rows = None if self._rows is None else RowSums(inner, n, self._rows.main)
+        part = Pulled(self._value, self._leaf, inner, n, self._collecting, rows)
+        part._map = self._map  # which norms and sums must share
         return part
 
     def _pull(self, gradients: Tensor) -> Tensor:

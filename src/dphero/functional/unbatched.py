@@ -48,11 +48,20 @@ class CannotFollowError(RuntimeError):
 
 
 class Origin:
-    """Where an unbatched value comes from: a leaf of its own little graph, and what takes its gradients."""
+    """Where an unbatched value comes from: a leaf of its own little graph, and what takes its gradients.
+
+    A recorded pass goes back through that graph after the optimizer has changed weights in place, which autograd would
+    refuse. So the leaf counts no changes of its memory; :attr:`version` does.
+    """
 
     def __init__(self, plain: Tensor, taps: Context, label: str) -> None:
-        self.leaf = plain.detach().requires_grad_()
+        self.leaf, self._plain, self.label = plain.data.requires_grad_(), plain.detach(), label
         self.leaf.register_hook(_guard(taps, label))
+
+    @property
+    def version(self) -> int:
+        """How often the value was changed in place."""
+        return self._plain._version
 
     def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, one coming piece."""
@@ -109,6 +118,7 @@ class Unbatched:
     def __init__(self, plain: Tensor, origins: Sequence[Origin], taps: Context, form: RowForm | None = None) -> None:
         self.plain, self.origins, self._taps = plain, tuple(origins), taps
         self._form, self._version = form, plain._version
+        self._versions = [origin.version for origin in self.origins]
 
     @property
     def form(self) -> RowForm | None:
@@ -119,11 +129,19 @@ class Unbatched:
 
     def expect(self, tape: GradientSink) -> None:
         """Announce, in the forward pass, that the value is combined with the batch once more."""
+        if self.plain is self.origins[0].leaf:  # which stays from one pass to the next
+            self._versions = [origin.version for origin in self.origins]
         for origin in self.origins:
             origin.expect(tape)
 
     def receive(self, tape: GradientSink, piece: Piece) -> None:
         """Carry per-example gradients of this value back to its origins."""
+        for origin, version in zip(self.origins, self._versions, strict=True):
+            if origin.version != version:
+                raise RuntimeError(
+                    f"a parameter of {origin.label} was changed in place after the model had used it; its gradient "
+                    "would be wrong. Change it after backward()."
+                )
         origin = self.origins[0]
         if origin.leaf is self.plain:
             origin.take(tape, piece)

@@ -93,7 +93,7 @@ def scattered_numbers(like: Tensor) -> Tensor:
 
 _SOME = 1 << 22
 """So many entries are read at a time: whole numbers of 64 bits take memory."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _SPREAD = (-7046029254386353131, -4658895280553007687)
 """Odd numbers of 64 bits without any pattern, those of splitmix64."""
 
@@ -112,14 +112,16 @@ def by_row(value: Tensor, axis: int, rows: int) -> Tensor:
 def marks(value: Tensor | None, rows: int) -> Tensor | None:
     """Return a number for each example (one for all, if the shape does not tell which are whose); for zeros it is 0.
 
-    It is the sum of all entries, read as whole numbers, each times an odd number of its own, modulo 2^64: never the
-    same where one entry differs, and where several do, by chance alone.
+    It is the sum of all entries, read as whole numbers of 32 bits at most, each times an odd number of its own, modulo
+    2^64: never the same where one of them differs, and where several do, by chance alone.
     """
     if value is None:
         return None
     value = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
     axis = axis_of_rows(value, rows)
     matrix = value.reshape(1, -1) if axis is None else by_row(value, axis, rows)
+    if matrix.element_size() == 8:  # times odd numbers, the highest of 64 bits would take part modulo 2 alone
+        matrix = matrix.contiguous().view(torch.int32)
     bits = matrix.view(_INTEGERS[matrix.element_size()])
     found = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
     start = 0

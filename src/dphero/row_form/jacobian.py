@@ -25,8 +25,10 @@ _NOTHING = 1e-30
 """What is added to a variance, so that rows of one number have no direction besides 1."""
 ROUNDINGS = 32
 """Units of rounding that a pass through f may lose, of what goes in."""
-_REFUSED = 2.0**-10
-"""Which part of Jᵀ may not be of this form where sums are taken: as much as TF32 rounds."""
+_REFUSED = 2.0**-4
+"""From which part of Jᵀ on that is not of this form it is none of rounding: a mistake in the form makes half of it so.
+
+Weights whose rows vary by 10⁻⁵ of their mean lose 10⁻² in float32; so do gradients that are pulled back one by one."""
 _SMALL, _MANY = 1 << 20, 64
 """Constants are kept for the next batch: of so many entries at most, for so many shapes."""
 
@@ -60,15 +62,14 @@ class RowMap(NamedTuple):
         block: Jᵀ in their terms, of shape ``(rows, 3, 3)``: entry jk is how much of vector j it makes of vector k. s is
             its last one. ``None`` where the leaf has one number for each row.
         along: E, of shape ``(rows, 2, columns)``; or what becomes of Q, of shape ``(rows, 2)``.
-        missing: How much of Jᵀ is not of this form: what of it is seen besides rounding.
-        size: How much of it is of this form.
+        missing: How much of Jᵀ is not of this form: what of it is seen besides rounding. Infinite where that is so much
+            that the form is wrong: so are all norms then, and nothing is added up.
     """
 
     span: Tensor
     block: Tensor | None
     along: Tensor
     missing: Tensor
-    size: Tensor
 
     def products(self, rows: Tensor) -> Tensor:
         """Return c of gradients of shape ``(n, rows, columns)``, of shape ``(rows, n, 2)``."""
@@ -88,10 +89,9 @@ class RowMap(NamedTuple):
         return (products * self.along.unsqueeze(1)).sum(2).T
 
     def pull_sum(self, gradient: Tensor) -> Tensor:
-        """Return Jᵀ of one gradient, a sum of those of many examples; no numbers if this is not the form of Jᵀ."""
+        """Return Jᵀ of one gradient, a sum of those of many examples."""
         with full_precision(), matmul_tf32(gradient, allow=False):
-            found = self.pull(gradient.unsqueeze(0))[0]
-            return found.masked_fill_(self.missing > self.size * _REFUSED, math.nan)
+            return self.pull(gradient.unsqueeze(0))[0]
 
 
 def span_of(p: Tensor) -> Tensor:
@@ -101,9 +101,8 @@ def span_of(p: Tensor) -> Tensor:
     unit = F.layer_norm(F.layer_norm(p, shape, eps=_NOTHING), shape, known.equal, eps=_NOTHING)
     shared = torch.bmm(known.scattered.unsqueeze(1), unit.unsqueeze(2))
     other = torch.baddbmm(known.scattered.unsqueeze(1), shared, unit.unsqueeze(1), alpha=-1)[:, 0]
-    other = F.layer_norm(
-        other, shape, known.equal, eps=0.0
-    )  # no numbers if p should be just these: nothing tells s then
+    # no numbers if p should be just these: nothing tells s then
+    other = F.layer_norm(other, shape, known.equal, eps=0.0)
     return torch.stack([known.equal.expand_as(p), unit, other])
 
 
@@ -151,5 +150,6 @@ def row_map(span: Tensor, pull: Callable[[Tensor], Tensor], shape: torch.Size) -
             along, gaps = out[:, :2, 0], out[:, 2]
         missing = torch.linalg.vector_norm(gaps)
         size = torch.linalg.vector_norm(along if block is None else block)
-        rounding = ROUNDINGS * torch.finfo(out.dtype).eps
-        return RowMap(span, block, along, torch.sub(missing, size, alpha=rounding).clamp_(min=0), size)  # NaN stays
+        wrong, rounding = missing > size * _REFUSED, ROUNDINGS * torch.finfo(out.dtype).eps
+        missing = torch.sub(missing, size, alpha=rounding).clamp_(min=0)  # NaN stays
+        return RowMap(span, block, along, missing.masked_fill_(wrong, math.inf))

@@ -114,16 +114,19 @@ class Recorder:
         for tensor in changed:
             self._adopt(tensor)
         noted = map_values((args, kwargs), self._reference)
-        outside = [each for each in tensors((args, kwargs)) if self.number(each) is None and not each.is_inference()]
-        versions = [each._version for each in outside]
+        # what is followed may share its memory with what is changed in place
+        others = [
+            each for each in tensors((args, kwargs)) if not (changed and self.number(each)) if not each.is_inference()
+        ]
+        versions = [each._version for each in others]
         own = [each for each in (kwargs.get("generator"),) if isinstance(each, torch.Generator)]
         self.generators += own
         generators = torch_generators(own)
         before = [generator.get_state() for generator in generators]
         modes = _torch_modes()
         result = function(*args, **kwargs)
-        if versions != [each._version for each in outside]:
-            self.trouble = self.trouble or f"{name} changes a tensor of its own"
+        if versions != [each._version for each in others]:
+            self.trouble = self.trouble or f"{name} changes a tensor without saying so by its name"
         drawn = any(not torch.equal(a, g.get_state()) for a, g in zip(before, generators, strict=True))
         random = (lambda: _set(generators, before)) if drawn else None
         found = tensors(result)
