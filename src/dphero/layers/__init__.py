@@ -9,7 +9,7 @@ base class whose methods the subclass kept. The code of any other module is foll
 
 from __future__ import annotations
 
-from dphero.layers import attention, convolution, embedding, linear, norm, recurrent  # noqa: F401
+from dphero.layers import attention, convolution, embedding, group_norm, linear, norm, recurrent  # noqa: F401
 from dphero.layers.registry import Rule, find_rule, register
 
 __all__ = ["Rule", "find_rule", "register"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,37 +37,6 @@ def rms_norm(call: LayerCall, x: Tensor) -> Tensor:
         _trailing(call, lambda x: F.rms_norm(x, shape, None, eps), len(shape)),
         x,
     )
-
-
-@register(nn.GroupNorm)
-def group_norm(call: LayerCall, input: Tensor) -> Tensor:
-    """Tap a group norm."""
-    module, x = call.module, input
-    assert isinstance(module, nn.GroupNorm)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.float()  # what autocast does for group norms; the kernel below wants input and weight of one kind
-    channels, groups = module.num_channels, module.num_groups
-    size = (len(x), channels, prod(x.shape[2:]), groups)
-    out, mean, inverse = torch.native_group_norm(
-        x.contiguous(), call.get("weight"), call.get("bias"), *size, module.eps
-    )
-
-    def make(delta: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> dict[str, Piece]:
-        # With the examples as further channels, torch's own kernel gives one gradient for each example and channel. It
-        # takes memory to be in order, whatever the strides say.
-        n, apart = len(delta), (1, len(delta) * channels, -1)
-        delta, x, mean, inverse = map(widened, (delta, x, mean, inverse))
-        delta, x = (value.reshape(apart).contiguous() for value in (delta, x))
-        _, scale, shift = torch.ops.aten.native_group_norm_backward(
-            delta, x, mean.reshape(1, -1), inverse.reshape(1, -1),
-            delta.new_empty(n * channels),  # its shape matters
-            1, n * channels, x.shape[2], n * groups,
-            (False, call.wants("weight"), call.wants("bias")),
-        )  # fmt: skip
-        found = {"weight": scale, "bias": shift}
-        return {name: Explicit(value.view(n, channels)) for name, value in found.items() if call.wants(name)}
-
-    return call.tap(lambda: out, make, x, mean, inverse)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

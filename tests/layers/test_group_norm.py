@@ -1,0 +1,147 @@
+"""A group norm's gradients, of its input and by example, from one run of torch's kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+from dphero import PrivacyEngine
+from dphero.layers import group_norm
+
+_N = 6
+
+
+class _Counted(TorchDispatchMode):
+    """Counts calls of the kernel."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function is torch.ops.aten.native_group_norm_backward.default
+        return function(*args, **(kwargs or {}))
+
+
+class _Spy:
+    """A function, and how often it was called."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.function(*args)
+
+
+class _Net(nn.Module):
+    def __init__(self, affine: bool = True) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(4, 8, affine=affine)
+        self.second = nn.GroupNorm(2, 8, affine=affine)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        return self.last(self.second(torch.relu(h)).mean((2, 3)))
+
+
+def _net(*, affine: bool = True) -> _Net:
+    torch.manual_seed(0)
+    return _Net(affine).double()
+
+
+def _data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(_N, 2, 5, 5, dtype=torch.float64), torch.randint(3, (_N,))
+
+
+def _private(model: nn.Module) -> tuple[dict[str, Tensor], int]:
+    """Return the sum of unclipped gradients over all rows, and how often the kernel ran in the second step."""
+    x, y = _data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=TensorDataset(x, y), noise_multiplier=1e-12,
+        max_grad_norm=1e3, sampling="shuffle", expected_batch_size=_N, dataset_size="public", guidance="isotropic",
+    )  # fmt: skip
+    for _ in range(2):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            with _Counted() as counted:
+                loss.backward()
+            optimizer.step()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    engine.detach()
+    return found, counted.calls
+
+
+def _plain(model: nn.Module) -> dict[str, Tensor]:
+    x, y = _data()
+    nn.functional.cross_entropy(model(x), y).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_autograds() -> None:
+    found, _ = _private(_net())
+    for name, gradient in _plain(_net()).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def _in_place(gradient: Tensor) -> Tensor:
+    return gradient.mul_(2)
+
+
+def _turned(gradient: Tensor) -> Tensor:
+    return gradient.mT.contiguous().mT
+
+
+@pytest.mark.parametrize(
+    "change", [None, lambda gradient: 2 * gradient, _in_place, lambda gradient: gradient.flip(0), _turned]
+)
+def test_what_the_tap_found_is_used_for_the_very_same_output_gradient_alone(
+    change: Callable[[Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_norm, "_backward", counted := _Spy(group_norm._backward))
+    torch.manual_seed(0)
+    norm, kept = nn.GroupNorm(2, 4).double(), group_norm._Kept()
+    x, start = torch.randn(3, 4, 5, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, 5, 5).double()
+    reference = norm(x)
+    if change is not None:
+        reference.register_hook(change)
+    (expected,) = torch.autograd.grad(reference, x, start.clone())
+    out, mean, inverse = group_norm._GroupNorm.apply(x, norm.weight.detach(), None, norm, kept)
+
+    def tap(delta: Tensor) -> None:
+        saved = group_norm._Saved(x.detach(), mean, inverse, norm.weight.detach())
+        kept.keep(delta, counted(delta, saved, 2, (True, True, True))[0])
+
+    out.register_hook(tap)
+    if change is not None:
+        out.register_hook(change)
+    (found,) = torch.autograd.grad(out, x, start.clone())
+    torch.testing.assert_close(found, expected)
+    assert counted.calls == (1 if change is None else 2)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_kernel_runs_once_for_each_norm(affine: bool) -> None:
+    _, calls = _private(_net(affine=affine))
+    assert calls == 2
+
+
+def test_gradients_can_be_differentiated() -> None:
+    torch.manual_seed(0)
+    x, norm = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True), nn.GroupNorm(2, 4).double()
+    weight = torch.randn(4, dtype=torch.float64)
+
+    def apply(x: Tensor) -> Tensor:
+        out: Tensor = group_norm._GroupNorm.apply(x, weight, None, norm, group_norm._Kept())[0]
+        return out
+
+    assert torch.autograd.gradcheck(apply, (x,)) and torch.autograd.gradgradcheck(apply, (x,))
