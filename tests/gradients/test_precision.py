@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dphero.geometry.dense import Dense
@@ -15,10 +16,10 @@ from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
 from dphero.geometry.low_rank import LowRank
 from dphero.gradients import combine as combining
-from dphero.gradients import gram
+from dphero.gradients import gram, patches
 from dphero.gradients import outer as outers
 from dphero.gradients.combine import combine
-from dphero.gradients.convolution import conv_piece
+from dphero.gradients.convolution import Convolution, conv_piece
 from dphero.gradients.outer import Bias, Outer
 from dphero.gradients.patches import convolution_arguments
 from dphero.gradients.piece import Explicit, Piece
@@ -120,6 +121,14 @@ def convolution(kind: str, dtype: torch.dtype, inner: int, outer: int, size: int
     return [conv_piece(x.to(dtype), delta.to(dtype), arguments)]
 
 
+def formed_twice(kind: str, dtype: torch.dtype) -> list[Piece]:
+    """A convolution whose gradients are formed for the norms and not kept, as on a GPU where they would take memory."""
+    (piece,) = convolution(kind, dtype, 3, 5, 12)
+    assert isinstance(piece, Convolution)
+    piece.worth_keeping = lambda: False  # type: ignore[method-assign]
+    return [piece]
+
+
 def explicit(kind: str, dtype: torch.dtype) -> list[Piece]:
     return [Explicit(positions(kind, N, 5, 7, 1)[0].to(dtype))]
 
@@ -135,6 +144,7 @@ CASES: dict[str, Callable[[str, torch.dtype], list[Piece]]] = {
     "tied": tied,
     "convolution by Gram": lambda kind, dtype: convolution(kind, dtype, 24, 24, 4),
     "convolution formed": lambda kind, dtype: convolution(kind, dtype, 3, 5, 12),
+    "convolution formed twice": formed_twice,
     "explicit": explicit,
 }
 
@@ -209,6 +219,32 @@ def test_these_tests_can_fail(case: str, short_products: None, monkeypatch: pyte
         monkeypatch.setattr(outers, "weighted_in_two", lambda x, w: (exact(x, w)[0], torch.zeros_like(x)))
     piece = CASES[case]("plain" if case == "tied" else "biased", torch.bfloat16)[0]
     assert excess(piece, shape_of(piece, "identity")) > 1.0
+
+
+@pytest.mark.parametrize("size", [(11,), (9, 8), (5, 4, 6)])
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 0, 1), (2, 1, 1), (1, 2, 2), (3, 1, 1)])
+def test_a_sum_by_short_products_is_that_of_rounded_weights(
+    size: tuple[int, ...],
+    stride: int,
+    padding: int,
+    dilation: int,
+    short_products: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patches, "_CPU_BUFFER", 1 << 9)  # some examples at a time
+    torch.manual_seed(0)
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)]
+    x, weight = torch.randn(7, 4, *size).bfloat16(), torch.randn(6, 4, *[3, 2, 2][: len(size)])
+    out = convolve(x.float(), weight, None, stride, padding, dilation)
+    delta, weights = torch.randn_like(out).bfloat16(), torch.rand(7)
+    arguments = convolution_arguments(weight, stride, padding, dilation, 1)
+    piece = conv_piece(x, delta, arguments)
+    assert piece.rounding > 0
+    rounded = weights.bfloat16().double()
+    weight = weight.double().requires_grad_()
+    out = convolve(x.double(), weight, None, stride, padding, dilation)
+    (expected,) = torch.autograd.grad(out, weight, delta.double() * rounded.view(-1, *[1] * (out.dim() - 1)))
+    torch.testing.assert_close(piece.weighted_sum(weights).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -20,8 +20,12 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.numerics.buffers import ReusableBuffer
 from dphero.numerics.partial_norms import LEAST_SQUARE
 from dphero.numerics.precision import at_least_single, conv_tf32, matmul_tf32, widened
-from dphero.numerics.products import product
+from dphero.numerics.products import WEIGHT_ROUNDING, multiplied_short, product, weighted_in_two
 
+_KEPT = 4
+"""On a GPU, gradients are kept that take up to so many times the memory of what they are made of: otherwise they are
+formed in full precision, and their sum is as much work again. In shorter formats neither is slow, and the smaller of
+the two is kept."""
 _FEW = 1 << 20
 """Elements of gradients whose norms are taken all together: they are still in some cache when the last is formed."""
 
@@ -53,6 +57,11 @@ class Convolution(Piece):
         whole = arguments.stride[0] > 1 or (x.device.type != "cpu" and patches <= GPU_BUFFER)
         self._offsets = 1 if whole else self.shape[2]
 
+    @property
+    def rounding(self) -> float:  # type: ignore[override]
+        """See :class:`~dphero.gradients.piece.Piece`."""
+        return WEIGHT_ROUNDING if self._slabs is None and self._is_summed_short() else 0.0
+
     # -- the three questions -------------------------------------------------------------------------------
 
     def square_norms(self, geometry: Geometry) -> Tensor:
@@ -72,7 +81,7 @@ class Convolution(Piece):
             if self._whitened_by is not None:
                 total = self._whitened_by.colour(total)
             return self._as_weight(total)[0].contiguous()
-        return self._native_sum(weights)
+        return self._short_sum(weights) if self._is_summed_short() else self._native_sum(weights)
 
     def forming_error(self) -> float:
         """Return the relative error of products where gradients are formed: TF32's, as in torch's own convolutions.
@@ -171,11 +180,12 @@ class Convolution(Piece):
     def worth_keeping(self) -> bool:
         """Tell whether to keep the gradients for the sum, or to keep what they are made of and sum natively.
 
-        On a CPU the second product costs more than the memory; on a GPU the smaller of the two is kept.
+        On a CPU the second product costs more than the memory.
         """
         if self.delta.device.type == "cpu":
             return True
-        return prod(self.shape) * len(self.x) <= self.x.numel() + self.delta.numel()
+        most = _KEPT if self.delta.dtype == at_least_single(self.delta.dtype) else 1
+        return prod(self.shape) * len(self.x) <= most * (self.x.numel() + self.delta.numel())
 
     def _as_weight(self, slabs: Tensor) -> Tensor:
         """Bring slabs (offsets, n, groups · channels · rest of the kernel, rows) in the weight's own order."""
@@ -201,6 +211,20 @@ class Convolution(Piece):
             room = left_squares.sum(1) * right_squares.sum(1) * (gram_rounding(lefts, terms) * side.stretch**2)
             squares.append((grams.mul_(lefts).sum((1, 2)).clamp_(min=0) + room) * side.scale**2)
         return squares[0] if len(squares) == 1 else torch.cat(squares)
+
+    def _is_summed_short(self) -> bool:
+        return self.arguments.groups == 1 and multiplied_short(self.delta)
+
+    def _short_sum(self, weights: Tensor) -> Tensor:
+        """Return the sum by products in bfloat16, added up in float32: one for all examples of a chunk."""
+        rows, total = self.shape[0], None
+        for first, last, patches in self._patches().beside_each_other():
+            left = weighted_in_two(self.delta[first:last].flatten(2).transpose(0, 1), weights[first:last], axis=1)
+            found = product(torch.stack(left).view(2 * rows, -1), patches.mT)
+            total = found if total is None else total.add_(found)
+        if total is None:
+            return weights.new_zeros(self.shape, dtype=torch.float32)
+        return (total[:rows] - total[rows:]).view(self.shape)
 
     def _native_sum(self, weights: Tensor) -> Tensor:
         arguments, x = self.arguments, widened(self.x)

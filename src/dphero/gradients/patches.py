@@ -125,6 +125,26 @@ class Patches:
             starts = [offset * arguments.dilation[0] * across for offset in range(kernel[0])]
             yield first, last, [flat[:, :, start : start + out[0] * across] for start in starts]
 
+    def beside_each_other(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield ``(first, last, patches)``: for some examples, the patches ``(columns, examples · positions)`` of all.
+
+        Only without groups: in one matrix, one product adds up over examples too.
+        """
+        x, arguments = self.x, self.arguments
+        shape = (x.shape[1], *self.kernel)
+        chunk = max(1, _buffer(x) // max(prod(shape) * prod(self.out), 1))
+        around = [pad for pad in reversed(arguments.padding) for _ in range(2)]
+        for first in range(0, len(x), chunk):
+            part = x[first : first + chunk]
+            view = F.pad(part, around) if any(around) else part
+            for axis, size in enumerate(self.kernel):  # windows go last: (examples, channels, positions …, kernel …)
+                dilation = arguments.dilation[axis]
+                reach = (size - 1) * dilation + 1
+                view = view.unfold(2 + axis, reach, arguments.stride[axis])[..., ::dilation]
+            axes = len(self.kernel)
+            turned = view.permute(1, *range(2 + axes, 2 + 2 * axes), 0, *range(2, 2 + axes))
+            yield first, first + len(part), turned.reshape(prod(shape), -1)
+
     def grams(self) -> Iterator[tuple[int, int, Tensor]]:
         """Yield ``(first, last, grams)``: for some examples, the products of all patches with each other.
 

@@ -105,6 +105,11 @@ class Standardised(Piece):
     def __init__(self, inner: Convolution, weight: Tensor, out: Tensor | None = None) -> None:
         self.inner, self.weight, self.shape, self._out = inner, weight, inner.shape, out
 
+    @property
+    def rounding(self) -> float:  # type: ignore[override]
+        """See :class:`~dphero.gradients.piece.Piece`."""
+        return self.inner.rounding
+
     def instantiate(self) -> Tensor:
         return self._undone(self.inner.instantiate())[0]
 

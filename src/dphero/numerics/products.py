@@ -131,11 +131,13 @@ def rounded_weights(weights: Tensor) -> Tensor:
     return weights.to(torch.bfloat16).to(at_least_single(weights.dtype))
 
 
-def weighted_in_two(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_in_two(x: Tensor, weights: Tensor, axis: int = 0) -> tuple[Tensor, Tensor]:
     """Return two tensors in bfloat16 whose difference is x in bfloat16 times a weight for each of its first axis.
+
+    With ``axis``, the weights are those of another axis.
 
     The weights are rounded, as by :func:`rounded_weights`. Nothing else is: a product has 16 bits.
     """
-    spread = weights.to(torch.bfloat16).view(-1, *[1] * (x.dim() - 1))
+    spread = weights.to(torch.bfloat16).view(-1, *[1] * (x.dim() - 1 - axis))
     near = x * spread
     return near, torch.addcmul(near, x, spread, value=-1)
