@@ -19,6 +19,7 @@ from scipy import stats
 
 from dphero.noise import FastNoise, NoiseSource, SecureNoise, fast, key_stream
 from dphero.noise import box_muller as pairs
+from tests.live_bytes import peak_of
 
 KEY = bytes(range(32))
 STD = 1.7
@@ -225,6 +226,28 @@ def test_on_a_device_two_normals_reach_further_than_one():
     half = torch.empty(1000, dtype=torch.bfloat16)
     fast.draw_on_device(half, 1.0, generator)
     assert 0.9 < half.float().std() < 1.1
+
+
+def test_on_a_device_second_normals_are_drawn_in_pieces(monkeypatch):
+    """Each piece has the whole law, by itself and beside the others, and only a piece takes memory."""
+    monkeypatch.setattr(fast, "_PIECE", 40_000)
+    tensor, generator = torch.empty(100, 1_001), torch.Generator().manual_seed(6)
+    taken = peak_of(lambda: fast.draw_on_device(tensor, 2.0, generator))
+    assert taken == 4 * (tensor.numel() + 40_000)
+    pieces = (tensor / 2).flatten().split(40_000)
+    assert [len(piece) for piece in pieces] == [40_000, 40_000, 20_100]
+    assert all(stats.kstest(piece.numpy(), "norm").pvalue > 0.01 for piece in pieces)
+    correlations = np.corrcoef([piece[:20_100].numpy() for piece in pieces])
+    assert np.abs(correlations - np.eye(3)).max() < 4 / math.sqrt(20_100)
+
+
+def test_on_a_device_a_tensor_of_one_piece_is_drawn_as_ever(monkeypatch):
+    monkeypatch.setattr(fast, "_PIECE", 5_000)
+    drawn, generator = torch.empty(5_000), torch.Generator().manual_seed(7)
+    fast.draw_on_device(drawn, 1.0, generator)
+    generator.manual_seed(7)
+    first, second = (torch.empty(5_000).normal_(0.0, math.sqrt(0.5), generator=generator) for _ in range(2))
+    assert torch.equal(drawn, first + second)
 
 
 def assert_pairs(noise: np.ndarray, words: np.ndarray) -> None:

@@ -18,7 +18,8 @@ from dphero.guidance import Released
 from dphero.mechanism import release
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.release import Mechanism
-from dphero.noise import FastNoise
+from dphero.noise import FastNoise, fast
+from dphero.noise.source import Target
 from dphero.numerics import transfer
 from tests.trainer import Training, data, network, same, training
 
@@ -254,3 +255,26 @@ def test_a_state_of_an_earlier_stream_goes_on_with_new_noise(caplog: pytest.LogC
     with pytest.raises(RuntimeError, match="already served"):
         source.fill([torch.zeros(8)], 1.0, 4)
     source.fill([torch.zeros(8)], 1.0, 5)
+
+
+def test_a_state_of_an_earlier_stream_on_cuda_says_so_where_noise_is_new(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That is, for more numbers than one piece; and never on the CPU, or for a state of this version."""
+    monkeypatch.setattr(fast, "_PIECE", 100)
+    cpu = torch.device("cpu")  # which stands in for a GPU
+
+    def said(state: dict[str, Any], size: int, *, on_cuda: bool = True) -> int:
+        source = FastNoise(seed=16)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="dphero"):
+            source.load_state_dict(state)
+            for _ in range(2):
+                target = Target(torch.zeros(size), 1.0)
+                source._draw_on_cuda([target], cpu, b"key") if on_cuda else source._draw([target], 5)
+        return caplog.text.count("goes on with new noise")
+
+    now = {**FastNoise(seed=15).state_dict(), "last_release": 4}
+    earlier = {name: value for name, value in now.items() if name != "cuda_stream"}
+    assert said(earlier, 101) == 1
+    assert said(earlier, 100) == said(now, 101) == said(earlier, 101, on_cuda=False) == 0

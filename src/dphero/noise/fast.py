@@ -22,8 +22,13 @@ from dphero.numerics.one_piece import whole_of
 
 logger = logging.getLogger(__name__)
 
+_OTHER_VERSION = "The checkpoint is of another version: the run goes on with new noise of the same scale."
 _STREAM = 3
 """Which noise comes from a key: in 1 words went by the place in a release, in 2 noise was not bound to its scale."""
+_CUDA_STREAM = 2
+"""The same where more than ``_PIECE`` numbers are drawn on CUDA: in 1 the second normals were drawn all at once."""
+_PIECE = 1 << 24
+"""On CUDA so many second normals are drawn at a time: together they would take the memory of all gradients."""
 
 
 class FastNoise(OneTimeSource):
@@ -64,6 +69,7 @@ class FastNoise(OneTimeSource):
         self._key_shared = False
         self._stream = KeyStream()
         self._cuda: dict[torch.device, torch.Generator] = {}
+        self._other_on_cuda = False  # than in the version that saved what was loaded
 
     @property
     def seeded(self) -> bool:
@@ -83,6 +89,7 @@ class FastNoise(OneTimeSource):
             "seeded": self._seeded,
             "last_release": self._last_release,
             "stream": _STREAM,
+            "cuda_stream": _CUDA_STREAM,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,7 +97,9 @@ class FastNoise(OneTimeSource):
         self._notice_fork()
         last_release, key = self.read_last_release(state), bytes.fromhex(state["key"])
         if state.get("stream", 1) != _STREAM:
-            logger.info("The checkpoint is of another version: the run goes on with new noise of the same scale.")
+            logger.info(_OTHER_VERSION)
+        else:
+            self._other_on_cuda = state.get("cuda_stream", 1) != _CUDA_STREAM
         if key == self._key and last_release < self._last_release:
             logger.warning(
                 "Noise went back from release %d to %d of the same stream: what was released in between and "
@@ -159,10 +168,15 @@ class FastNoise(OneTimeSource):
         for dtype in dict.fromkeys(target.tensor.dtype for target in targets):
             tensors = [target.tensor for target in targets if target.tensor.dtype == dtype]
             # in one piece: many small tensors would take a launch each
-            if (whole := whole_of(tensors)) is not None:
+            whole = whole_of(tensors)
+            size = sum(tensor.numel() for tensor in tensors) if whole is None else whole.numel()
+            if self._other_on_cuda and size > _PIECE:
+                self._other_on_cuda = False
+                logger.info(_OTHER_VERSION)
+            if whole is not None:
                 draw_on_device(whole, targets[0].std, generator)
                 continue
-            flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype, device=device)
+            flat = torch.empty(size, dtype=dtype, device=device)
             draw_on_device(flat, targets[0].std, generator)
             parts = flat.split([tensor.numel() for tensor in tensors])
             torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
@@ -172,14 +186,16 @@ def draw_on_device(tensor: Tensor, std: float, generator: torch.Generator) -> No
     """Overwrite a tensor with (z + z') σ / √2, rounded once.
 
     Each of the two ends where torch's normals end on a GPU: at 6.76 standard deviations in float32, whose uniforms are
-    at least 2⁻³³. Their sum reaches √2 times as far. Types of fewer than 32 bits are drawn in float32.
+    at least 2⁻³³. Their sum reaches √2 times as far. Types of fewer than 32 bits are drawn in float32. The generator
+    goes on from the first normals to each piece of the second: all are independent.
     """
     dtype = tensor.dtype if tensor.dtype in WORDS else torch.float32
     in_place = dtype == tensor.dtype and tensor.is_contiguous()
     noise = tensor if in_place else torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     half = std / math.sqrt(2)
     noise.normal_(0.0, half, generator=generator)
-    noise += torch.empty_like(noise).normal_(0.0, half, generator=generator)
+    for piece in noise.view(-1).split(_PIECE):
+        piece.add_(torch.empty_like(piece).normal_(0.0, half, generator=generator))
     if not in_place:
         tensor.copy_(noise)
 
