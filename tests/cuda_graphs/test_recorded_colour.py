@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dphero.guidance import PCA
 from dphero.numerics.one_piece import room_for
 from dphero.run import Run
 from tests.cuda_graphs.stand_in import DEVICE, StandIn
+from tests.live_bytes import peak_of
 from tests.trainer import Training, data, network, training
 
 
@@ -169,6 +171,36 @@ def test_a_recording_that_makes_something_else_is_not_used(
             places[:] = [colour._made._places["dense"]]
         assert same(colour, shapes(0), step)
     assert sum("something else" in record.message for record in caplog.records) == 1
+
+
+def test_a_recording_that_writes_over_what_is_not_coloured_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    record, places = recorded_colour.Pool.record, list[Tensor]()
+
+    def wrong(self: Any, work: Any) -> Any:
+        replay, result = record(self, work)
+        return lambda: (replay(), places[0].mul_(1.01)), result
+
+    monkeypatch.setattr(recorded_colour.Pool, "record", wrong)
+    colour = RecordedColour()
+    for step in range(8):
+        if colour._made is not None:
+            places[:] = [colour._made._places["plain"]]
+        assert same(colour, shapes(0), step)
+    assert sum("something else" in record.message for record in caplog.records) == 1
+
+
+def test_no_second_copy_of_all_noise_is_made(made: list[int]) -> None:
+    """Where places and recordings are compared with what they should do, that takes a few parameters at a time."""
+    scales = Diagonal(torch.linspace(1.0, 2.0, 1000).to(DEVICE))
+    geometry = {str(n): Geometry((8, 1000), right=scales) for n in range(20)}
+    colour, taken = RecordedColour(), []
+    for step in range(6):
+        noise = numbers(geometry, step)
+        taken.append(peak_of(partial(colour, geometry, noise)) / (4 * 8 * 1000))
+    assert made and taken[0] < taken[1] + 2 and taken[3] < taken[4] + 2, taken
 
 
 @pytest.mark.gpu

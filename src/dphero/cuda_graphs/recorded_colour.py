@@ -71,9 +71,7 @@ class _Recording:
         self._places = dict(zip(noise, room_for(noise.values()), strict=True))
         self._whole = whole_of([*self._places.values()])
         self._runs, self._replay = 0, self._one_after_another
-        expected = {name: part.clone() for name, part in noise.items()}
-        colour_all_(geometry, expected)
-        self._require_replayed(noise, expected)
+        self._require_replayed(noise, geometry)
 
     def run(self, noise: Mapping[str, Tensor]) -> None:
         """Replace each z by A z; where that fails, z is as it was."""
@@ -86,20 +84,12 @@ class _Recording:
         torch._foreach_copy_(theirs, ours)
 
     def _record(self, noise: Mapping[str, Tensor]) -> None:
-        expected = {name: part.clone() for name, part in self._coloured(noise).items()}
         self._pool = Pool(self._device)
         self._replay, _ = self._pool.record(self._one_after_another)
-        self._require_replayed(noise, expected)
+        self._require_replayed(noise, self.live.live)
 
     def _one_after_another(self) -> None:
         colour_all_(self.live.live, self._places)
-
-    def _coloured(self, noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return A z of each z, in its place."""
-        theirs, ours = self._pieces(noise)
-        torch._foreach_copy_(ours, theirs)
-        self._replay()
-        return self._places
 
     def _pieces(self, noise: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return noise and its places: in one piece, if all of it lies so."""
@@ -109,9 +99,19 @@ class _Recording:
             return theirs, [*self._places.values()]
         return [whole], [self._whole]
 
-    def _require_replayed(self, noise: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        found = self._coloured(noise)
-        gap = max(float((found[name] - part).norm() / part.norm().clamp(min=1e-30)) for name, part in expected.items())
+    def _require_replayed(self, noise: Mapping[str, Tensor], geometry: Mapping[str, Geometry]) -> None:
+        """Raise if the places get something else than each geometry makes of a copy, of one parameter at a time."""
+        theirs, ours = self._pieces(noise)
+        torch._foreach_copy_(ours, theirs)
+        self._replay()
+        gaps = []
+        for name, part in noise.items():
+            expected = part.clone()
+            if name in geometry:
+                geometry[name].colour_(expected)
+            size = expected.norm().clamp(min=1e-30)
+            gaps.append(expected.sub_(self._places[name]).norm() / size)
+        gap = float(torch.stack(gaps).max())
         if not gap <= _TOLERANCE:
             raise ValueError(f"what was recorded makes something else of noise, by {gap:.2g} of its size")
 
