@@ -93,6 +93,28 @@ def test_gradients_are_autograds() -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
 
 
+def test_many_groups_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_norm, "_MOST_GROUPS", 9)  # two examples of four groups
+    found, calls = _private(_net())
+    assert calls == -(-_N // 2) + -(-_N // 4)
+    for name, gradient in _plain(_net()).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_more_groups_than_it_can_start() -> None:
+    x, norm = torch.randn(5000, 32, 4, device="cuda", requires_grad=True), nn.GroupNorm(16, 32, device="cuda")
+    delta = torch.randn_like(x)
+    with torch.no_grad():
+        _, mean, inverse = torch.native_group_norm(x, norm.weight, norm.bias, 5000, 32, 4, 16, norm.eps)
+        saved = group_norm._Saved(x, mean, inverse, norm.weight)
+        found = group_norm._backward(delta, saved, 16, (True, True, True))
+    expected = torch.autograd.grad(norm(x), (x, norm.weight, norm.bias), delta)
+    sums = (found[0], *(each.view(5000, 32).sum(0) for each in found[1:]))
+    for one, other in zip(sums, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
 def _in_place(gradient: Tensor) -> Tensor:
     return gradient.mul_(2)
 

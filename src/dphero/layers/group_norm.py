@@ -6,6 +6,7 @@ channel get, beside the gradient of the input. Most of its time goes into sums t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
 from dphero.layers.registry import register
 from dphero.numerics.precision import widened
+
+_MOST_GROUPS = (1 << 16) - 1
+"""More groups at a time a GPU cannot start."""
 
 
 @register(nn.GroupNorm)
@@ -113,12 +117,20 @@ def _backward(delta: Tensor, saved: _Saved, groups: int, wanted: tuple[bool, boo
     n, channels = delta.shape[:2]
     delta, x, mean, inverse = map(widened, (delta, saved.x, saved.mean, saved.inverse))
     # the kernel takes memory to be in order, whatever the strides say
-    delta, x = (value.reshape(1, n * channels, -1).contiguous() for value in (delta, x))
-    weight = delta.new_ones(1) if saved.weight is None else saved.weight.to(delta.dtype)
-    found = torch.ops.aten.native_group_norm_backward(
-        delta, x, mean.reshape(1, -1), inverse.reshape(1, -1), weight.expand(n, channels).reshape(-1),
-        1, n * channels, x.shape[2], n * groups, wanted,
-    )  # fmt: skip
-    if wanted[0]:
-        found = (found[0].view(saved.x.shape).to(saved.x.dtype), *found[1:])
-    return list(found)
+    delta, x = (value.reshape(n, channels, -1).contiguous() for value in (delta, x))
+    weight = delta.new_ones(channels) if saved.weight is None else saved.weight.to(delta.dtype)
+    parts = []
+    for some in zip(*(each.split(max(1, _MOST_GROUPS // groups)) for each in (delta, x, mean, inverse)), strict=True):
+        size = len(some[0]) * channels
+        found = torch.ops.aten.native_group_norm_backward(
+            *(each.reshape(1, size, -1) for each in some[:2]), *(each.reshape(1, -1) for each in some[2:]),
+            weight.repeat(len(some[0])), 1, size, x.shape[2], len(some[0]) * groups, wanted,
+        )  # fmt: skip
+        parts.append(found)
+    of_input, *others = map(_joined, zip(*parts, strict=True))
+    return [of_input.view(saved.x.shape).to(saved.x.dtype) if wanted[0] else of_input, *others]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return what several runs gave, in one; what was not asked for is not defined."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat([part.flatten() for part in parts])
