@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.geometry import Geometry, colour_all_, identity
 from dphero.geometry.low_rank import LowRank
 from dphero.guidance import PCA
+from dphero.mechanism.clipped_sum import ClippedSum
+from dphero.mechanism.release import Mechanism
 from dphero.numerics.one_piece import room_for
 from dphero.run import Run
 from tests.cuda_graphs.stand_in import DEVICE, StandIn
@@ -168,7 +171,7 @@ def test_a_recording_that_makes_something_else_is_not_used(
     colour, places = RecordedColour(), list[Tensor]()
     for step in range(8):
         if colour._made is not None:
-            places[:] = [colour._made._places["dense"]]
+            places[:] = [colour._made.places["dense"]]
         assert same(colour, shapes(0), step)
     assert sum("something else" in record.message for record in caplog.records) == 1
 
@@ -187,7 +190,7 @@ def test_a_recording_that_writes_over_what_is_not_coloured_is_not_used(
     colour = RecordedColour()
     for step in range(8):
         if colour._made is not None:
-            places[:] = [colour._made._places["plain"]]
+            places[:] = [colour._made.places["plain"]]
         assert same(colour, shapes(0), step)
     assert sum("something else" in record.message for record in caplog.records) == 1
 
@@ -201,6 +204,102 @@ def test_no_second_copy_of_all_noise_is_made(made: list[int]) -> None:
         noise = numbers(geometry, step)
         taken.append(peak_of(partial(colour, geometry, noise)) / (4 * 8 * 1000))
     assert made and taken[0] < taken[1] + 2 and taken[3] < taken[4] + 2, taken
+
+
+def releases(
+    colour: RecordedColour, count: int, clip: Callable[[Mechanism, int], ClippedSum], options: Mapping[str, Any]
+) -> Iterator[tuple[Mechanism, dict[str, Tensor]]]:
+    """Yield the private gradients of some lots whose noise is coloured so."""
+    it = training(network().to(DEVICE), seed=5, guidance=PCA(refresh_every=3, exponent=0.5), **options).engine
+    mechanism = it._attached.mechanism
+    mechanism._colour = colour
+    for step in range(count):
+        mechanism.before_lot()
+        if step % 2:
+            mechanism.make_room()
+        gradients = mechanism.release(clip(mechanism, step))
+        with torch.no_grad():
+            for name, parameter in mechanism._parameters.items():
+                parameter.sub_(0.1 * gradients[name])
+        yield mechanism, gradients
+
+
+def some_sums(it: Mechanism, step: int) -> ClippedSum:
+    """Sums of all parameters but one, for which nobody had a gradient."""
+    sums = numbers({name: shape for name, shape in it.norm_geometry.items() if name != "0.bias"}, step)
+    count = None if it.clipping.count_noise is None else torch.zeros((), dtype=torch.float64)
+    return ClippedSum(sums, bound=it.clipping.norm, geometry=it.norm_geometry, divisor=it.expected_lot, count=count)
+
+
+@pytest.mark.parametrize("options", [{}, {"clipping": "adaptive"}], ids=["flat", "adaptive"])
+def test_gradients_are_those_of_a_run_that_never_records(
+    made: list[int], monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any]
+) -> None:
+    """To the bit; and none is changed by a later release, although noise is drawn in the places of the recording."""
+    colour, lent = RecordedColour(), list[bool]()
+    found, kept = [], []
+    for mechanism, gradients in releases(colour, 9, some_sums, options):
+        assert colour._made is not None
+        places = {each.untyped_storage().data_ptr() for each in colour._made.places.values()}
+        assert not places & {each.untyped_storage().data_ptr() for each in gradients.values()}
+        lent.append(mechanism._new_room().lent)
+        found.append(gradients)
+        kept.append({name: each.clone() for name, each in gradients.items()})
+    assert len(made) == 1 and lent == [False] * 3 + [True] * 6
+    monkeypatch.setattr(recorded_colour, "_FIRST", 100)
+    usual = [gradients for _, gradients in releases(RecordedColour(), 9, some_sums, options)]
+    assert len(made) == 1
+    for now, then, as_usual in zip(found, kept, usual, strict=True):
+        for name, value in now.items():
+            assert torch.equal(value, then[name]) and torch.equal(value, as_usual[name]), name
+
+
+def test_there_is_no_room_for_noise_of_another_form_or_of_parameters_that_were_cast(made: list[int]) -> None:
+    geometry = shapes(0)
+    other = {**geometry, "weight": Geometry((12, 20), left=Dense(basis(12, 5), torch.linspace(1.0, 2.0, 12)))}
+
+    def recorded() -> RecordedColour:
+        colour = RecordedColour()
+        assert all(same(colour, geometry, step) for step in range(4))
+        return colour
+
+    colour, parameters = recorded(), numbers(geometry, 0)
+    assert colour.room(geometry, parameters) is not None and colour.room(shapes(1), parameters) is not None
+    assert colour.room(other, parameters) is None and same(colour, other, 1)
+    assert recorded().room({name: identity(shape.shape) for name, shape in geometry.items()}, parameters) is None
+    colour = recorded()
+    assert colour.room(geometry, {name: each.double() for name, each in parameters.items()}) is None
+    assert same(colour, geometry, 2)  # in places that are made anew
+    colour = recorded()
+    short = {name: each.bfloat16() for name, each in parameters.items()}
+    assert colour.room(geometry, short) is not None  # its noise is drawn in float32
+    with torch_deterministic():
+        assert colour.room(geometry, parameters) is None
+
+
+def test_an_error_on_noise_that_was_drawn_in_the_places_is_not_glossed_over(made: list[int]) -> None:
+    """It may have been coloured in part: to go on with another way would colour it twice."""
+    colour, geometry = RecordedColour(), shapes(0)
+    assert all(same(colour, geometry, step) for step in range(5))
+    room = colour.room(geometry, numbers(geometry, 0))
+    assert colour._made is not None and room is not None
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    colour._made._replay = fail
+    with pytest.raises(RuntimeError, match="no memory"):
+        colour(geometry, room)
+    assert same(colour, geometry, 6)  # of noise that lies elsewhere
+
+
+@contextmanager
+def torch_deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

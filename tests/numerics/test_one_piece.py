@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dphero.noise import FastNoise
-from dphero.numerics.one_piece import room_for, whole_of
+from dphero.numerics.one_piece import fits, room_for, whole_of
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (64,), (2, 3, 11)]
 
@@ -69,3 +69,11 @@ def test_noise_in_one_piece_is_noise_everywhere() -> None:
     second = torch.cat([part.flatten() for part in room]).double()
     assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.01
     assert len(first.unique()) > 0.99 * len(first)
+
+
+def test_room_fits_tensors_like_those_it_was_made_for() -> None:
+    made = [torch.zeros(3, 4), torch.zeros(5, dtype=torch.bfloat16)]
+    room = room_for(made)
+    assert fits(room, made) and fits(room, [each.float() for each in made])
+    others = [made[::-1], made[:1], [each.double() for each in made], [each.to("meta") for each in made]]
+    assert not any(fits(room, other) for other in [*others, [made[0].view(4, 3), made[1]]])

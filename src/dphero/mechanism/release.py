@@ -9,7 +9,7 @@ what a release then costs, is up to the mode (:mod:`dphero.mechanism.modes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,27 @@ _FIRST = 32
 _RULES = {rule.name: rule for rule in (Ellipsoid, Ball, Published)}
 
 
+@runtime_checkable
+class RoomyColour(Protocol):
+    """Replaces noise by A times it, by name, and best where that was drawn in room of its own."""
+
+    def __call__(self, geometry: Mapping[str, Geometry], noise: Mapping[str, Tensor]) -> None:
+        """Colour noise where it lies."""
+
+    def room(self, geometry: Mapping[str, Geometry], parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Return room for the noise of the next release, of this geometry, if there is any for parameters like these.
+
+        It is lent: noise of later releases is drawn there too. So what is handed over has to lie elsewhere.
+        """
+
+
+class _Room(NamedTuple):
+    """Where the noise of a release is drawn; if it is lent, a later release will be drawn there too."""
+
+    places: dict[str, Tensor]
+    lent: bool
+
+
 class Mechanism:
     """Turns the clipped sum of a lot into a private gradient, and charges for it.
 
@@ -51,7 +72,7 @@ class Mechanism:
         expected_lot: B, the public divisor.
         event: Returns the event that one release costs, given its effective multiplier.
         ledger: Charged at every release.
-        colour: Replaces noise by A times it, by name.
+        colour: Replaces noise by A times it, by name; it may lend the room for it.
     """
 
     def __init__(
@@ -67,14 +88,14 @@ class Mechanism:
         expected_lot: float,
         event: Callable[[float], Event],
         ledger: Ledger,
-        colour: Colour = colour_all_,
+        colour: Colour | RoomyColour = colour_all_,
     ) -> None:
         self.mode, self.rule, self.clipping, self.noise = mode, _RULES[mode](), clipping, noise
         self.noise_multiplier, self.expected_lot = noise_multiplier, expected_lot
         self.ledger = ledger
         self.budget: Budget | None = None
         self.releases = 0
-        self._room: dict[str, Tensor] | None = None  # see `make_room`
+        self._room: _Room | None = None  # see `make_room`
         self._parameters, self._event, self._colour = dict(parameters), event, colour
         self.shape = NoiseShape(
             self.rule,
@@ -129,8 +150,13 @@ class Mechanism:
         """
         self._room = self._new_room()
 
-    def _new_room(self) -> dict[str, Tensor]:
-        return dict(zip(self._parameters, room_for(self._parameters.values()), strict=True))
+    def _new_room(self) -> _Room:
+        if isinstance(self._colour, RoomyColour):
+            room = self._colour.room(self.noise_geometry, self._parameters)
+            if room is not None:
+                return _Room(dict(room), lent=True)
+        own = room_for(self._parameters.values())
+        return _Room(dict(zip(self._parameters, own, strict=True)), lent=False)
 
     def next_event(self) -> Event:
         """Return what the next release will cost."""
@@ -158,27 +184,28 @@ class Mechanism:
         lot.spend(bound=self.clipping.norm, geometry=self.norm_geometry, divisor=self.expected_lot)
         self.ledger.record(self.next_event())
         try:
-            noise, for_count = self._draw(scale, lot, counts)
+            noise, for_count, lent = self._draw(scale, lot, counts)
             self._colour(self.noise_geometry, noise)
         finally:  # whatever happened (an interrupt, say): this number will not be served again
             self.releases += 1
-        gradients = self._add(noise, lot.sums)
+        gradients = self._add(noise, lot.sums, lent=lent)
         self.shape.after_release(self.releases, scale, gradients)
         if for_count is not None:  # last: the bound above was this release's
             self._adapt(lot, for_count / scale)
         return gradients
 
-    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _draw(self, scale: float, lot: ClippedSum, counts: bool) -> tuple[dict[str, Tensor], Tensor | None, bool]:
         """Draw N(0, scale²) for every parameter, and one number more for the count of an adaptive clip rule.
 
-        In single precision at least: the grid of a shorter format would show the sum through the noise.
+        In single precision at least: the grid of a shorter format would show the sum through the noise. Returned last
+        is whether the noise lies in memory that is lent.
         """
-        targets, self._room = self._room or self._new_room(), None
+        (targets, lent), self._room = self._room or self._new_room(), None
         if counts:
             targets[_COUNT] = torch.zeros((), dtype=torch.float64, device="cpu")
         self.noise.fill(targets, scale, self.releases, bound_to=self._bound_to(lot))
         for_count = targets.pop(_COUNT, None)
-        return targets, for_count
+        return targets, for_count, lent
 
     def _bound_to(self, lot: ClippedSum) -> list[Tensor]:
         """Return what the noise of a lot is bound to: its shape, and the lot's sums, count and norms.
@@ -193,10 +220,18 @@ class Mechanism:
         sums = [mark(total) for total in lot.sums.values()]
         return [*marks, *Fetched([*sums, *(() if lot.count is None else (lot.count,))]).arrived()]
 
-    def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add the clipped sums to the noise; round once, to each parameter's own type."""
-        if sums:
-            torch._foreach_add_([noise[name] for name in sums], list(sums.values()))
+    def _add(self, noise: dict[str, Tensor], sums: Mapping[str, Tensor], *, lent: bool) -> dict[str, Tensor]:
+        """Add the clipped sums to the noise; round once, to each parameter's own type.
+
+        This is done where the noise lies, unless that is lent: what is handed over is never written over.
+        """
+        drawn = [noise[name] for name in sums]
+        if lent:
+            added = torch._foreach_add(drawn, list(sums.values())) if sums else []
+            own = dict(zip(sums, added, strict=True))
+            noise = {name: own[name] if name in own else z.clone() for name, z in noise.items()}
+        elif sums:
+            torch._foreach_add_(drawn, list(sums.values()))
         return {name: z.to(self._parameters[name].dtype) for name, z in noise.items()}
 
     def _adapt(self, lot: ClippedSum, normal: Tensor) -> None:

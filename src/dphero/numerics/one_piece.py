@@ -20,8 +20,7 @@ _ALIGNED = 64
 def room_for(tensors: Collection[Tensor]) -> list[Tensor]:
     """Return tensors of the same shapes and devices, holding anything, of float32 at least; on a GPU side by side."""
     found: dict[int, Tensor] = {}
-    kinds = tuple([(each.device, at_least_single(each.dtype), each.shape) for each in tensors])
-    for device, dtype, size, places in _layout(kinds):
+    for device, dtype, size, places in _layout(_kinds(tensors)):
         if device.type == "cpu":
             found.update({n: torch.empty(shape, dtype=dtype, device=device) for n, shape, _, _ in places})
             continue
@@ -30,14 +29,25 @@ def room_for(tensors: Collection[Tensor]) -> list[Tensor]:
     return [found[n] for n in range(len(found))]
 
 
+def fits(room: Collection[Tensor], tensors: Collection[Tensor]) -> bool:
+    """Tell whether `room_for` made this room for tensors like these: they may have been moved or cast since."""
+    return _kinds(room) == _kinds(tensors)
+
+
+_Kinds = tuple[tuple[torch.device, torch.dtype, torch.Size], ...]
+"""The device, type and shape of the room for each tensor."""
+
+
+def _kinds(tensors: Collection[Tensor]) -> _Kinds:
+    return tuple([(each.device, at_least_single(each.dtype), each.shape) for each in tensors])
+
+
 _Place = tuple[int, torch.Size, tuple[int, ...], int]
 """Which tensor, its shape and strides, and where it begins."""
 
 
 @lru_cache(16)
-def _layout(
-    kinds: tuple[tuple[torch.device, torch.dtype, torch.Size], ...],
-) -> list[tuple[torch.device, torch.dtype, int, list[_Place]]]:
+def _layout(kinds: _Kinds) -> list[tuple[torch.device, torch.dtype, int, list[_Place]]]:
     """Return, for the tensors of each device and type, the size of the one in which they lie, and their places in it.
 
     It depends on nothing but its argument, and a private step asks for the same each time.
