@@ -25,6 +25,7 @@ from dphero.checks.loss.recorder import Recorder as LossRecorder
 from dphero.cuda_graphs import borrowed, pool
 from dphero.cuda_graphs import replay as graphs
 from dphero.cuda_graphs.live_geometry import LiveGeometry
+from dphero.cuda_graphs.recorded_pass import Pass
 from dphero.cuda_graphs.replay import Graphs
 from dphero.functional import unbatched
 from dphero.geometry.dense import Dense
@@ -325,6 +326,48 @@ def test_gradients_that_were_written_over_are_not_summed_up(recordings: list[int
     for keep in (None, torch.ones(20, dtype=torch.bool, device=DEVICE)):
         with pytest.raises(RuntimeError, match="written over"):
             found[0].weighted_sums(weights, keep)
+
+
+def test_what_earlier_passes_left_is_looked_after_before_anything_is_recorded(recordings: list[int]) -> None:
+    """A recording is replayed as it is made, and so writes over sums that were not copied."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).to(DEVICE)
+    isotropic = {name: identity(tuple(p.shape)) for name, p in model.named_parameters()}
+    called: list[int] = []
+    Taps(
+        model, dict(model.named_parameters()), geometry=lambda: isotropic, rows=lambda: 16,
+        consume=lambda batch: None, examine=probe,
+        replay=partial(Graphs, sizes=lambda: [16], before=lambda: called.append(len(recordings))),
+    )  # fmt: skip
+    for scale in (1.0, 1.0, 2.0):
+        model.scale = scale  # type: ignore[assignment]
+        model(torch.randn(16, 1, 8, 8, device=DEVICE)).square().sum().backward()
+    assert called == [0, 3, 3] and len(recordings) == 6
+
+
+@pytest.mark.parametrize("guidance", [Isotropic, partial(PCA, refresh_every=2)])
+def test_the_sums_of_a_lot_in_one_batch_are_released_where_they_lie(
+    recordings: list[int], monkeypatch: pytest.MonkeyPatch, guidance: Any
+) -> None:
+    """And no gradient lies there that is handed over."""
+    release, lying = Mechanism.release, list[bool]()
+
+    def watched(self: Mechanism, lot: Any) -> dict[str, Tensor]:
+        passes = [each for each in gc.get_objects() if type(each) is Pass and hasattr(each, "added")]
+        there = {part.untyped_storage().data_ptr() for each in passes for part in each.added}
+        sums = {each.untyped_storage().data_ptr() for each in lot.sums.values()}
+        before = [each.clone() for each in lot.sums.values()]
+        found = release(self, lot)
+        lying.append(bool(sums) and sums <= there)
+        assert not there & {each.untyped_storage().data_ptr() for each in found.values()}
+        assert all(map(torch.equal, before, lot.sums.values()))
+        return found
+
+    monkeypatch.setattr(Mechanism, "release", watched)
+    train(convolutional().to(DEVICE), images(), guidance=guidance, cuda_graphs=True, sampling="shuffle")
+    assert recordings and all(lying[1:]), lying
+    lying.clear()
+    train(convolutional().to(DEVICE), images(), physical_batch_size=8, cuda_graphs=True, sampling="shuffle")
+    assert not any(lying)
 
 
 def test_changed_modes_attributes_and_frozen_layers_make_new_recordings(recordings: list[int]) -> None:

@@ -259,6 +259,55 @@ def test_a_lot_of_nothing_but_poison_adds_nothing() -> None:
     assert added.diagnostics.nonfinite == 2 and added.diagnostics.mean_norm == 0
 
 
+PLACES = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+
+class Recorded(GradientBatch):
+    """Leaves its sums in the same places as any other does."""
+
+    recorded = True
+
+    def weighted_sums(
+        self, weights: Mapping[str, Tensor], keep: Tensor | None, *, final: bool = False
+    ) -> dict[str, Tensor]:
+        for name, part in super().weighted_sums(weights, keep).items():
+            PLACES[name].copy_(part)
+        return {name: place.view(place.shape) for name, place in PLACES.items()}
+
+
+def recorded(rows: int, seed: int) -> GradientBatch:
+    it = batch(gradients(rows, seed=seed))
+    return Recorded(it.rows, it.pieces, it.square_norms, {name: identity(shape) for name, shape in SHAPES.items()})
+
+
+def test_sums_of_a_recorded_pass_are_copied_before_another_one_writes_there() -> None:
+    expected, found = LotSum(rule("flat", 3.0)), LotSum(rule("flat", 3.0))
+    parts = [recorded(4, seed) for seed in range(3)]
+    for part in parts:
+        part.geometry = parts[0].geometry
+        expected.add(GradientBatch(part.rows, dict(part.pieces), part.square_norms, part.geometry), 4, 1)
+        found.settle()
+        found.add(part, 4, 1)
+    sums = found.finish().sums
+    for name, part in expected.finish().sums.items():
+        assert torch.equal(sums[name], part) and not same_memory(sums[name], PLACES[name])
+
+
+def test_sums_of_a_lot_in_one_recorded_pass_are_given_away_where_they_lie() -> None:
+    lot, looked_at = LotSum(rule("flat")), LotSum(rule("flat"))
+    lot.add(recorded(4, 0), 4, 1)
+    sums = lot.finish().sums
+    assert sums and all(same_memory(sums[name], PLACES[name]) for name in sums)
+    assert not lot.sums  # who looks later does not see what others wrote there
+    looked_at.add(recorded(4, 0), 4, 1)
+    for sums in (looked_at.sums, looked_at.finish().sums):
+        assert sums and not any(same_memory(sums[name], PLACES[name]) for name in sums)
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def test_padding_adds_nothing() -> None:
     padded, plain = LotSum(rule("flat")), LotSum(rule("flat"))
     everything = gradients(6)

@@ -128,7 +128,7 @@ class Pass:
         self._replay_backward, (norms, names, pieces, gradients) = pool.record(backward)
         self._replay_sums, sums = pool.record(lambda: self._sum(pieces))
         self._gradients, self.norms, self.found, self.added = borrowed((gradients, norms, pieces, sums))
-        self.names, self._sizes = names, [each.numel() for each in self.added]
+        self.names = names
 
     def repeat(self) -> None:
         """Replay the recording on what it was recorded with."""
@@ -253,7 +253,7 @@ class Pass:
         tape.settle(_ReplayedBatch(self, rows, turn))
 
     def sums(self, weights: Mapping[str, Tensor], rows: int, turn: int) -> dict[str, Tensor]:
-        """Replay the weighted sums; return copies."""
+        """Replay the weighted sums; return them where they lie: they hold until another pass is replayed."""
         self._require_latest(turn)
         distinct = {id(values): values for values in weights.values()}
         numbers = {key: number for number, key in enumerate(distinct)}
@@ -265,8 +265,9 @@ class Pass:
         for place, values in zip(self._weights, distinct.values(), strict=True):
             _put_above_zeros(place, values, rows)
         self._replay_sums()
-        parts = torch.cat(self.added).split_with_sizes(self._sizes)  # all copied at once
-        return {name: part.view(piece.shape) for (name, piece), part in zip(self.found.items(), parts, strict=True)}
+        return {
+            name: part.view(piece.shape) for (name, piece), part in zip(self.found.items(), self.added, strict=True)
+        }
 
     def pieces(self, turn: int) -> dict[str, Piece]:
         """Return those that a replay left, if no other one has written there since.

@@ -6,7 +6,7 @@ taps, norms and sums included, and starts them all at once.
 
 A recording reads and writes fixed places in memory. So inputs, output gradients, geometry and weights are copied there
 before each replay, smaller lots are filled up with copies of their first row (of zero output gradient and zero
-weight), and results are copied out. Lots vary: a pass is recorded at a few sizes, the largest first, all in the same
+weight), and outputs are copied out. Lots vary: a pass is recorded at a few sizes, the largest first, all in the same
 memory. Whatever else a pass depends on is compared before each replay, as far as it can be (:mod:`replay_guards`
 says what cannot); where it changed, new recordings are made. A fresh recording is compared with the pass that it
 should repeat before it is trusted.
@@ -82,7 +82,7 @@ class Graphs:
     Args:
         taps: The model's.
         sizes: Tells how many rows recordings have room for (larger batches run as usual), once that is known.
-        before: Called before a replay, which writes over what earlier ones left.
+        before: Called before a replay or a recording, which write over what earlier ones left.
         required: Whether to raise where passes cannot be recorded, instead of running as usual.
 
     Raises:
@@ -125,13 +125,13 @@ class Graphs:
             return NotImplemented
         if not _LEAST * self._sizes[0] < rows <= self._sizes[-1]:
             return NotImplemented  # a rare large lot, or the small rest of one that came in parts
+        self._before()
         calls = self._calls(leaves, axes, structure)
         if not self._are_ready(calls, leaves, rows):
             if self._made:  # whatever was recorded is gone; a pass as usual needs the memory
                 pool.give_back()
             return NotImplemented
         known = next(each for each in calls.passes if rows <= each.rows)
-        self._before()
         return known.run(leaves, rows, self._taps.new_tape(rows, replayed=True))
 
     def _are_ready(self, calls: _Calls, leaves: Sequence[Any], rows: int) -> bool:

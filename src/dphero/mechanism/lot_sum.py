@@ -13,6 +13,7 @@ from dphero.geometry.geometry import Geometry
 from dphero.gradients.batch import GradientBatch
 from dphero.mechanism.clipped_sum import ClippedSum
 from dphero.mechanism.clipping import Clipping, SquareNorms
+from dphero.numerics.one_piece import room_for
 from dphero.numerics.transfer import Fetched
 
 
@@ -37,7 +38,8 @@ class LotSum:
     """Accumulates Σ_i w̄_i / B over the physical batches of a lot.
 
     What was added last is *settled* when someone looks: only then is it known whether all its gradients are finite, and
-    on a GPU that has to be waited for.
+    on a GPU that has to be waited for. The sums of a recorded pass lie where the next one writes: whoever runs it has
+    to settle before.
     """
 
     def __init__(self, clipping: Clipping) -> None:
@@ -56,15 +58,19 @@ class LotSum:
         self._finite, self._norms = 0.0, 0.0  # number of finite gradients in this lot, and the sum of their norms
 
     def finish(self, divisor: float = 1.0) -> ClippedSum:
-        """Return the sum of the whole lot, with the bound and the geometry it was clipped by.
+        """Give away the sum of the whole lot, with the bound and the geometry it was clipped by.
+
+        It holds until the next recorded pass: what such a pass left of the last batch is not copied for a release that
+        follows at once.
 
         Args:
             divisor: B, for a lot in which there is nobody.
         """
-        self.settle()
+        self._settle(copied=False)
         bound, divided_by, geometry = self._clipped_to or (self._clipping.norm, divisor, None)
+        sums, self._sums = self._sums, {}
         return ClippedSum(
-            self._sums, bound=bound, geometry=geometry, divisor=divided_by, count=self._count, marks=self._marks
+            sums, bound=bound, geometry=geometry, divisor=divided_by, count=self._count, marks=self._marks
         )
 
     @property
@@ -135,20 +141,26 @@ class LotSum:
 
     def settle(self) -> None:
         """Take the batch that was added last into the lot, less what is not finite; its gradients may then go."""
+        self._settle(copied=True)
+
+    def _settle(self, *, copied: bool) -> None:
+        """Do so; if sums need not be copied, some may lie where the next recorded pass writes."""
         if self._added is None:
             return
         added, self._added = self._added, None
         bad = self._note(added.reading, added.real)
         if bad == added.real:
             return
-        squares, sums = added.squares, added.sums
+        squares, sums, lent = added.squares, added.sums, added.batch.recorded and added.real == added.batch.rows
         if bad:
             keep = torch.zeros(added.batch.rows, dtype=torch.bool, device=added.finite.device)
             keep[: added.real] = added.finite
             squares, weights = self._weigh(added.batch, added.stacked[:, added.finite])
-            sums = _sums(added.batch, weights, keep, added.factor, final=True)
-        for name, part in sums.items():
-            self._sums[name] = self._sums[name].add_(part) if name in self._sums else part
+            sums, lent = _sums(added.batch, weights, keep, added.factor, final=True), False
+        new = {name: part for name, part in sums.items() if name not in self._sums}
+        for name in sums.keys() - new.keys():
+            self._sums[name].add_(sums[name])
+        self._sums.update(_copies(new) if new and lent and copied else new)
         count = self._clipping.observe(squares)
         if count is not None:
             assert self._count is not None
@@ -206,6 +218,12 @@ def _numbers(total: Tensor, finite: Tensor, weights: Mapping[str, Tensor]) -> Te
         least, weighed = stacked.amin(0), stacked.sum(0)
     each = torch.stack([finite, least < 1, total.sqrt(), weighed])
     return torch.where(finite, each, 0).sum(1, dtype=torch.float64)
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    copies = room_for(tensors.values())
+    torch._foreach_copy_(copies, list(tensors.values()))
+    return dict(zip(tensors, copies, strict=True))
 
 
 def _sums(
