@@ -91,7 +91,7 @@ class _Numbers:
         """Returns the numbers of each spectrum."""
         found: dict[int, Tensor] = {}
         for x, some in zip(self._whole, self._places, strict=True):
-            found.update(zip(some, x.split([self._sizes[n] for n in some]), strict=True))
+            found.update(zip(some, x.split_with_sizes([self._sizes[n] for n in some]), strict=True))
         return [found[number] for number in range(len(found))]
 
 

@@ -103,7 +103,7 @@ def _room(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _cut(whole: Tensor, room: list[int], like: Sequence[Tensor]) -> list[Tensor]:
-    return [part.view(each.shape) for part, each in zip(whole.split(room)[::2], like, strict=True)]
+    return [part.view(each.shape) for part, each in zip(whole.split_with_sizes(room)[::2], like, strict=True)]
 
 
 def grouped(kinds: Iterable[Hashable]) -> list[list[int]]:
@@ -126,7 +126,7 @@ def _apart(tensors: Sequence[Tensor], pieces: Iterable[_Piece]) -> list[Tensor]:
     """Return the tensors, with those that travelled in pieces cut from them."""
     found = list(tensors)
     for numbers, piece in pieces:
-        parts = piece.split([tensors[number].numel() for number in numbers])
+        parts = piece.split_with_sizes([tensors[number].numel() for number in numbers])
         for number, part in zip(numbers, parts, strict=True):
             found[number] = part.view(tensors[number].shape)
     return found
