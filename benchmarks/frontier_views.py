@@ -1,6 +1,7 @@
 """The search for the settings of `scatter-views` and `learned-views`: one training for each, on held-out images.
 
     python benchmarks/frontier_views.py cifar10 learned-views --epsilon 8 --lr 0.5 1 --steps 500 [--json FILE]
+    python benchmarks/frontier_views.py cifar10 scatter-views --autocast --pairs 8:0.25:1250 3:0.5:300 3:0.25:600
 
 The last 5,000 training images are for validation, and no test image is looked at. Features are computed once. With
 `--loss each` the loss is the mean of the views' losses, and not that of their mean output. What was found:
@@ -55,6 +56,9 @@ def trained(name: str, x: Tensor, y: Tensor, setting: dict[str, Any], options: a
     model = models.build(name, options.shape, options.classes, seed=0)
     assert isinstance(model, FeatureModel) and isinstance(model.head, MeanOverViews)
     head = model.head.to(x.device)
+    if options.taught:
+        weights = torch.load(options.taught, map_location=x.device, weights_only=True)
+        head.network.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     module: nn.Module = head if setting["loss"] == "mean" else EachView(head.network)
     averages = {kind: WeightAverage(head, kind) for kind in ("ema", "late")}
     optimizer = torch.optim.SGD(module.parameters(), lr=setting["lr"], momentum=0.9)
@@ -74,10 +78,11 @@ def trained(name: str, x: Tensor, y: Tensor, setting: dict[str, Any], options: a
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for inputs, labels in itertools.islice(batches, setting["steps"]):
         optimizer.zero_grad()
-        out = module(inputs)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=options.autocast):
+            out = module(inputs)
         if setting["loss"] == "each":
             out, labels = out.flatten(0, 1), labels.repeat_interleave(out.shape[1])
-        F.cross_entropy(out, labels).backward()
+        F.cross_entropy(out.float(), labels).backward()
         optimizer.step()
         for average in averages.values():
             average.take()
@@ -96,8 +101,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[500])
     parser.add_argument("--lot", type=int, nargs="+", default=[4096])
     parser.add_argument("--loss", nargs="+", default=["mean"], choices=["mean", "each"])
+    parser.add_argument("--autocast", action="store_true", help="in bfloat16")
+    parser.add_argument("--taught", type=Path, help="first weights of the small network, by teach_views.py")
+    parser.add_argument("--pairs", nargs="+", metavar="EPSILON:LR:STEPS", help="these, and not all combinations")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training after that time")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     data = datasets.load(options.data)
     images, y = data.train.images.to(device), data.train.labels.to(device)
@@ -106,9 +116,17 @@ def main() -> None:
     assert isinstance(model, FeatureModel)
     x = features(model, images)
     names = ("epsilon", "lr", "steps", "lot", "loss")
-    for values in itertools.product(*(getattr(options, name) for name in names)):
+    combinations = itertools.product(*(getattr(options, name) for name in names))
+    if options.pairs:
+        given = [each.split(":") for each in options.pairs]
+        combinations = ((float(e), float(lr), int(t), options.lot[0], options.loss[0]) for e, lr, t in given)
+    for values in combinations:
+        if time.monotonic() - began > options.seconds:
+            break
         setting = dict(zip(names, values, strict=True))
         line = {"data": options.data, "model": options.model, **trained(options.model, x, y, setting, options)}
+        line |= {"taught": options.taught.name} if options.taught else {}
+        line |= {"autocast": True} if options.autocast else {}
         print(json.dumps(line), flush=True)
         if options.json:
             with options.json.open("a") as file:
