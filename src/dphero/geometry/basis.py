@@ -11,8 +11,6 @@ from dphero.numerics.transfer import to_device
 
 TOLERANCE = 1e-4
 """Relative error allowed in whiten(colour(x)) == x."""
-_MOST = 1e-2
-"""Of an entry of U^T U - I: beyond it, U was not meant to be a basis."""
 
 
 def orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor:
@@ -20,7 +18,7 @@ def orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor
     # A copy, into which nobody else can write; but not of what was made here, of which the defect is known.
     basis = basis.to(torch.promote_types(basis.dtype, torch.float32), copy=defect is None)
     defect = orthonormality_defect(basis) if defect is None else defect
-    if not defect < _MOST:
+    if not defect < 1e-2:
         raise ValueError(f"the basis of a factor must be orthonormal, and U^T U differs from I by {defect:.3g}")
     if condition * defect > TOLERANCE:
         # The signs of the columns may change; U diag(v) U^T does not.
@@ -28,11 +26,6 @@ def orthonormal(basis: Tensor, condition: float, defect: float | None) -> Tensor
         if condition * orthonormality_defect(basis) > TOLERANCE:
             raise ValueError(f"condition number {condition:.3g} is singular even in float64: give the spectrum a floor")
     return basis
-
-
-def is_known_good(condition: float, defect: float | None) -> bool:
-    """Tells whether :func:`orthonormal` would return a basis of this defect as it is, and without a look at it."""
-    return defect is not None and defect < _MOST and condition * defect <= TOLERANCE
 
 
 def orthonormality_defect(basis: Tensor) -> float:

@@ -24,19 +24,14 @@ class Dense(Factor):
         if basis.dim() != 2 or basis.shape[0] != basis.shape[1] or scales.shape != basis.shape[:1]:
             raise ValueError(f"Dense needs basis k x k and scales k, not {(*basis.shape,)} and {(*scales.shape,)}")
         self._admit(*scales.tolist())
-        basis = orthonormal(basis.detach(), self._condition, defect)
-        self._form(basis, numbers_beside(self._plan(scales.to(basis.dtype).tolist(), basis), basis))
-
-    def _plan(self, v: list[float], basis: Tensor) -> list[list[float]]:
-        """Takes the scales, rounded to the precision of a basis; returns what `_form` wants beside that."""
-        self._admit(*v)
-        self.size, self.dtype = len(basis), basis.dtype
-        return [v, [1.0 / x for x in v]]
-
-    def _form(self, basis: Tensor, rows: Tensor) -> None:
-        self.basis, self.scales = basis, rows[0]
-        with matmul_tf32(basis, allow=False):  # else one would not be the inverse of the other
-            self.matrix, self.inverse = ((basis * rows[:, None]) @ basis.mT).unbind()
+        self.basis = orthonormal(basis.detach(), self.largest / self.smallest, defect)
+        self.size, self.dtype = len(basis), self.basis.dtype
+        v = scales.to(self.dtype).tolist()
+        self._admit(*v)  # once more, rounded
+        rows = numbers_beside([v, [1.0 / x for x in v]], self.basis)
+        self.scales = rows[0]
+        with matmul_tf32(self.basis, allow=False):  # else one would not be the inverse of the other
+            self.matrix, self.inverse = ((self.basis * rows[:, None]) @ self.basis.mT).unbind()
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         matrix = self.inverse if inverse else self.matrix

@@ -122,10 +122,6 @@ class Factor(ABC):
         wanted = self.dtype or torch.promote_types(x.dtype, torch.float32)
         return x if x.dtype == wanted else x.to(wanted)
 
-    @property
-    def _condition(self) -> float:
-        return self.largest / self.smallest
-
     def _admit(self, *scales: float) -> None:
         self.smallest, self.largest = min(scales), max(scales)
         if not (all(map(math.isfinite, scales)) and self.smallest > 0.0):

@@ -24,7 +24,7 @@ from dphero.geometry.dense import Dense, Singular
 from dphero.geometry.diagonal import Diagonal, Scalar
 from dphero.geometry.factor import Factor
 from dphero.geometry.low_rank import LowRank
-from dphero.numerics.transfer import Fetched, marks
+from dphero.numerics.transfer import Fetched, mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +185,11 @@ class Digests:
         # By what they are: a weight and its bias share a factor, of which one mark is made.
         held = {id(each): each for parts in self._parts for _, each in parts if isinstance(each, Tensor)}
         self._tensors = [*held]
-        self._marks = Fetched(marks(held.values()))
+        self._marks = Fetched([mark(each.detach()) for each in held.values()])
 
     def found(self) -> list[bytes]:
         """Returns the hash of each geometry."""
-        arrived = dict(zip(self._tensors, self._marks.read(), strict=True))
+        arrived = dict(zip(self._tensors, self._marks.arrived(), strict=True))
         found = []
         for each in self._parts:
             code = hashlib.blake2b(digest_size=16)
@@ -197,7 +197,7 @@ class Digests:
                 code.update(name.encode())
                 if isinstance(held, Tensor):
                     code.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-                    code.update(arrived[id(held)])
+                    code.update(arrived[id(held)].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
                 else:
                     code.update(f"{held!r} ".encode())
             found.append(code.digest())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,18 +37,10 @@ class LowRank(Factor):
             raise ValueError(f"LowRank needs basis k x r and scales r with 0 < r < k, not {shapes}")
         self.rest = float(rest)
         self._admit(*scales.tolist(), self.rest)
-        basis = orthonormal(basis.detach(), self._condition, defect)
-        self._form(basis, numbers_beside(self._plan(scales.to(basis.dtype).tolist(), basis), basis))
-
-    @property
-    def _condition(self) -> float:
-        return _CANCELLING * super()._condition
-
-    def _plan(self, v: list[float], basis: Tensor) -> list[list[float]]:
-        """Takes the scales, rounded to the precision of a basis; returns what `_form` wants beside that."""
-        s = self.rest
-        self._admit(*v, s)
-        self.size, self.dtype = len(basis), basis.dtype
+        self.basis = orthonormal(basis.detach(), _CANCELLING * self.largest / self.smallest, defect)
+        self.size, self.dtype = len(basis), self.basis.dtype
+        v, s = scales.to(self.dtype).tolist(), self.rest
+        self._admit(*v, s)  # once more, rounded
         w, t = [1.0 / x for x in v], 1.0 / s
         # where a v_i is below s there is no root
         whole = self.smallest >= s
@@ -57,29 +48,15 @@ class LowRank(Factor):
         self._room = _ROUNDINGS * math.sqrt(self.size) * torch.finfo(self.dtype).eps
         within = [y * y - t * t for y in w]
         beside = [(s * y) ** 2 - 1.0 for y in w]
-        # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
-        self._short_norm = (self.largest / s) ** 2 * torch.finfo(self.dtype).eps <= TOLERANCE
-        self._stretch = s / self.smallest
-        return [v, within, [(1.0 + self._room) * t * t] * len(v), beside, *outer]
-
-    def _form(self, basis: Tensor, rows: Tensor) -> None:
-        self._take(basis, rows, basis * rows[4:, None], short_parts(basis))
-
-    @staticmethod
-    def _form_alike(made: Sequence[LowRank], bases: Sequence[Tensor], rows: Tensor) -> None:
-        """Does what `_form` does, for bases and rows of one shape each, in as few operations as for one of them."""
-        whole = torch.stack([*bases])
-        parts = short_parts(whole.flatten(0, 1))
-        shares = [None] * len(made) if parts is None else parts.view(*whole.shape[:2], -1).unbind()
-        turned = (whole[:, None] * rows[:, 4:, None]).unbind()
-        for each, basis, own, own_turned, share in zip(made, bases, rows.unbind(), turned, shares, strict=True):
-            each._take(basis, own, own_turned, share)
-
-    def _take(self, basis: Tensor, rows: Tensor, turned: Tensor, parts: Tensor | None) -> None:
-        self.basis, self._parts = basis, parts
+        rows = numbers_beside([v, within, [(1.0 + self._room) * t * t] * len(v), beside, *outer], self.basis)
         self.scales, self._inverse_squares, self._whole_scale, self._beside = rows[0], rows[1], rows[2, :1], rows[3]
-        self._spread, self._gather, *taken = turned.unbind()
-        self._taken = taken[0] if taken else None
+        turned = (self.basis * rows[4:, None]).unbind()
+        self._spread, self._gather = turned[:2]
+        self._taken = turned[2] if whole else None
+        # The short norm takes ||U^T x||^2 from ||x||^2: beyond this condition the rounding would show.
+        self._short_norm = (self.largest / self.rest) ** 2 * torch.finfo(self.dtype).eps <= TOLERANCE
+        self._stretch = self.rest / self.smallest
+        self._parts = short_parts(self.basis)
 
     def _apply(self, x: Tensor, axis: int, inverse: bool) -> Tensor:
         rest, out = (1.0 / self.rest, self._gather) if inverse else (self.rest, self._spread)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dphero._checks import one_of
 from dphero.geometry.geometry import Geometry
-from dphero.guidance import rule
 from dphero.guidance import second_moments as moments
+from dphero.guidance import spectra
 from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, settings, share_rows
 from dphero.guidance.second_moments import Average, Moment
 
@@ -116,7 +116,7 @@ class History:
         for block, _ in plan:
             spectrum = self._moments[block.name].spectrum(block.name)
             found.append(replace(spectrum, copies=block.value.numel() // spectrum.size))
-        made = rule.factors(found, self.exponent, self.floor, scope=self.scope)
+        made = spectra.factors(found, self.exponent, self.floor, scope=self.scope)
         sides = {None: "flat", "rows": "left", "columns": "right"}
         geometries = {
             block.name: Geometry(tuple(block.value.shape), **{sides[axis]: factor})

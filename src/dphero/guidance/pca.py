@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dphero._checks import one_of
 from dphero.geometry.geometry import Geometry
-from dphero.guidance import rule, spectra
+from dphero.guidance import spectra
 from dphero.guidance.base import Axis, Block, Released, as_matrix, same_settings, settings, share_rows
 from dphero.guidance.subspace import Start
 
@@ -108,7 +108,7 @@ class PCA:
             axes = self._axes(released, side)
             search = begun[side] if side in begun else self._search(axes)
             spectrums = self._spectra(axes, search)
-            made = rule.factors(spectrums, self.exponent, self.floor, bare=self.bare, scope=self.scope)
+            made = spectra.factors(spectrums, self.exponent, self.floor, bare=self.bare, scope=self.scope)
             for (block, axis), factor in zip(axes, made, strict=True):
                 found.setdefault(block.name, {})["left" if axis == "rows" else "right"] = factor
         shapes = {block.name: tuple(block.value.shape) for block in released.blocks}

@@ -65,17 +65,10 @@ class Solved:
 class Iterations:
     """Iterations for several matrices M, under way on their devices from the start, for so many components of each.
 
-    A start that is None, or of another shape than the last iteration's, starts anew with some sweeps. Any tensors may
-    travel to the CPU in `company` of what does so here.
+    A start that is None, or of another shape than the last iteration's, starts anew with some sweeps.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[Tensor],
-        starts: Sequence[Start | None],
-        components: Sequence[int],
-        company: Sequence[Tensor] = (),
-    ):
+    def __init__(self, matrices: Sequence[Tensor], starts: Sequence[Start | None], components: Sequence[int]):
         self._matrices = matrices
         self._starts = [
             _start(matrix, start, width(len(matrix), wanted))
@@ -98,16 +91,11 @@ class Iterations:
         ]
         # Row by row: one float32 sum of millions of squares is wrong in the third digit.
         norms = [torch.linalg.vector_norm(m, dim=1 if m.stride(1) == 1 else 0) for m in matrices]
-        self._company = len(company)
-        self._fetched = Fetched([*company, *outer, *inner, *norms])
-
-    def company(self) -> list[Tensor]:
-        """Waits for the devices and returns what travelled in company."""
-        return self._fetched.arrived()[: self._company]
+        self._fetched = Fetched([*outer, *inner, *norms])
 
     def solve(self) -> list[Solved]:
         """Waits for the devices and does what is done on the CPU; a thread of its own may do that."""
-        arrived, matrices = iter(self._fetched.arrived()[self._company :]), range(len(self._matrices))
+        arrived, matrices = iter(self._fetched.arrived()), range(len(self._matrices))
         stacks = [next(arrived) for _ in self._groups]
         outer = {
             number: gram
@@ -130,8 +118,9 @@ class Iterations:
         ]
         stacks = [torch.stack([turns[number] for number in group]) for group in self._groups]
         onward = [number for number, start in enumerate(self._starts) if start.side == "left"]
+        narrow = [solved[number].scaled.to(self._matrices[number].dtype) for number in onward]
         devices = [*(wide.device for wide in self._wide), *(self._matrices[number].device for number in onward)]
-        there = sent([*stacks, *(solved[number].scaled for number in onward)], devices)
+        there = sent([*stacks, *narrow], devices)
         rights = dict(zip(onward, there[len(stacks) :], strict=True))
         found: dict[int, Ritz] = {}
         for group, wide, turn in zip(self._groups, self._wide, there[: len(stacks)], strict=True):
@@ -145,12 +134,8 @@ class Iterations:
             return _by_qr(self._matrices[number], self._starts[number])
         # Rounding each entry of U by eps / 2 changes no entry of U^T U by more than eps.
         defect = solved.error + 2.0 * torch.finfo(basis.dtype).eps
-        start = Start("left", basis) if right is None else Start("right", self._onward(number, right))
+        start = Start("left", basis) if right is None else Start("right", self._images[number].mT @ right)
         return Ritz(solved.values, basis, start, solved.total, defect)
-
-    def _onward(self, number: int, scaled: Tensor) -> Tensor:
-        image = self._images[number]
-        return image.mT @ scaled.to(image.dtype)
 
 
 def _start(matrix: Tensor, start: Start | None, columns: int) -> Start:

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from dphero._checks import one_of, whole
 from dphero.geometry.factor import Factor
 from dphero.geometry.geometry import Geometry
-from dphero.guidance import rule, spectra
+from dphero.guidance import spectra
 from dphero.guidance.base import Block, Released, same_settings, settings, share_rows
 from dphero.guidance.prior.layer_moments import Loss, drawn_labels, of_batch
 from dphero.guidance.prior.processes import PROCESSES
@@ -155,7 +155,7 @@ class Prior:
             found = spectra.of_symmetric(wanted, block.name)
         else:
             found = _leading(wanted, block.name, self.components)
-        return rule.factors([found], self.exponent, self.floor)[0]
+        return spectra.factors([found], self.exponent, self.floor)[0]
 
 
 def _leading(moment: Tensor, name: str, components: int) -> spectra.Spectrum:
