@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
@@ -60,7 +61,7 @@ def _data() -> tuple[Tensor, Tensor]:
     return torch.randn(_N, 2, 5, 5, dtype=torch.float64), torch.randint(3, (_N,))
 
 
-def _private(model: nn.Module) -> tuple[dict[str, Tensor], int]:
+def _private(model: nn.Module, *, create_graph: bool = False) -> tuple[dict[str, Tensor], int]:
     """Return the sum of unclipped gradients over all rows, and how often the kernel ran in the second step."""
     x, y = _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -74,7 +75,7 @@ def _private(model: nn.Module) -> tuple[dict[str, Tensor], int]:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs), labels)
             with _Counted() as counted:
-                loss.backward()
+                loss.backward(create_graph=create_graph)
             optimizer.step()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     engine.detach()
@@ -87,8 +88,9 @@ def _plain(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_gradients_are_autograds() -> None:
-    found, _ = _private(_net())
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_are_autograds(create_graph: bool) -> None:
+    found, _ = _private(_net(), create_graph=create_graph)
     for name, gradient in _plain(_net()).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7, msg=name)
 
@@ -167,3 +169,33 @@ def test_gradients_can_be_differentiated() -> None:
         return out
 
     assert torch.autograd.gradcheck(apply, (x,)) and torch.autograd.gradgradcheck(apply, (x,))
+
+
+def test_where_gradients_are_differentiated_hooks_on_the_input_run_once_and_nothing_is_kept() -> None:
+    torch.manual_seed(0)
+    norm, kept, seen = nn.GroupNorm(2, 4).double(), group_norm._Kept(), list[Tensor]()
+    x = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True) * 1
+    x.register_hook(seen.append)
+    out = group_norm._GroupNorm.apply(x, norm.weight.detach(), None, norm, kept)[0]
+    out.register_hook(lambda delta: kept.keep(delta, delta))
+    torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    assert len(seen) == 1 and kept.found is None
+
+
+def test_forward_mode_is_left_to_torch() -> None:
+    """A tangent that no gradient goes through, say: a target."""
+
+    class Target(_Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            with forward_ad.dual_level():
+                out, change = forward_ad.unpack_dual(self.norm(forward_ad.make_dual(h, h.detach().square())))
+                return self.last(self.second(torch.relu(out + change.detach())).mean((2, 3)))
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return Target().double()
+
+    found, _ = _private(net())
+    for name, gradient in _plain(net()).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7, msg=name)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from dphero.gradients.piece import Explicit, Piece
 from dphero.layers.call import LayerCall
@@ -31,7 +32,7 @@ def group_norm(call: LayerCall, input: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.float()  # what autocast does for group norms; the kernel wants input and weight of one kind
     weight, bias, kept = call.get("weight"), call.get("bias"), _Kept()
-    if type(x) is Tensor and x.requires_grad and x.numel():
+    if _is_for_backward(x):
         out, mean, inverse = _GroupNorm.apply(x.contiguous(), weight, bias, module, kept)
     else:
         size = (len(x), module.num_channels, prod(x.shape[2:]), module.num_groups)
@@ -46,6 +47,11 @@ def group_norm(call: LayerCall, input: Tensor) -> Tensor:
         return {name: Explicit(value.view(len(delta), -1)) for name, value in found.items() if call.wants(name)}
 
     return call.tap(lambda: out, make, x, mean, inverse)
+
+
+def _is_for_backward(x: Tensor) -> bool:
+    """Tell whether a backward pass will want the input's gradient; forward mode has torch's own formulas."""
+    return type(x) is Tensor and x.requires_grad and x.numel() > 0 and forward_ad.unpack_dual(x).tangent is None
 
 
 class _Saved(NamedTuple):
@@ -103,10 +109,11 @@ class _GroupNorm(torch.autograd.Function):
         delta, x = gradients[0], ctx.saved_tensors[0]
         if delta is None:
             return (None,) * 5
+        found = ctx.kept.take(delta)
         if torch.is_grad_enabled():  # somebody differentiates the gradient in turn
+            x = x.view_as(x)  # hooks on the input itself, taps among them, are not for this gradient
             out = F.group_norm(x, ctx.groups, ctx.saved_tensors[3], None, ctx.eps)
             return (*torch.autograd.grad(out, x, delta, create_graph=True), *(None,) * 4)
-        found = ctx.kept.take(delta)
         if found is None:
             found, _, _ = _backward(delta, _Saved(*ctx.saved_tensors), ctx.groups, (True, False, False))
         return (found, *(None,) * 4)
