@@ -47,6 +47,13 @@ def cancelling(x: Tensor) -> Tensor:
     return x
 
 
+def opposite(x: Tensor) -> Tensor:
+    """Positions that cancel to nothing, in disorder: what is left is rounding alone, and depends on their order."""
+    half = x.shape[1] // 2
+    x = torch.cat([x[:, :half], -x[:, :half], 0 * x[:, 2 * half :]], 1)
+    return x[:, torch.randperm(x.shape[1])]
+
+
 def biased(x: Tensor) -> Tensor:
     """Positions of two sizes that largely cancel: all of one size are rounded alike, those of the other otherwise."""
     half = x.shape[1] // 2
@@ -71,6 +78,7 @@ def empty(x: Tensor) -> Tensor:
 INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": plain,
     "cancelling": cancelling,
+    "opposite": opposite,
     "biased": biased,
     "dominated": dominated,
     "empty": empty,
@@ -83,7 +91,7 @@ def positions(kind: str, *shape: int) -> tuple[Tensor, Tensor]:
     """Left and right factors; where positions cancel, the right ones hardly differ."""
     n, length, k, m = shape
     left, right = torch.randn(n, length, k), torch.randn(n, length, m)
-    if kind in ("cancelling", "biased"):
+    if kind in ("cancelling", "opposite", "biased"):
         right = torch.randn(n, 1, m).expand(n, length, m) + 1e-2 * right * (kind == "cancelling")
     return INPUTS[kind](left), right.contiguous()
 
@@ -114,10 +122,11 @@ def tied(kind: str, dtype: torch.dtype) -> list[Piece]:
 
 def convolution(kind: str, dtype: torch.dtype, inner: int, outer: int, size: int) -> list[Piece]:
     delta = positions(kind, N, size * size, outer, 1)[0].mT.reshape(N, outer, size, size)
-    x = torch.randn(N, inner, size, size)
-    if kind in ("cancelling", "biased"):
+    padding = 0 if kind == "opposite" else 1  # where patches see an edge, they differ
+    x = torch.randn(N, inner, *[size + 2 - 2 * padding] * 2)
+    if kind in ("cancelling", "opposite", "biased"):
         x = torch.randn(N, inner, 1, 1).expand_as(x) + 1e-2 * x * (kind == "cancelling")
-    arguments = convolution_arguments(torch.empty(outer, inner, 3, 3), 1, 1, 1, 1)
+    arguments = convolution_arguments(torch.empty(outer, inner, 3, 3), 1, padding, 1, 1)
     return [conv_piece(x.to(dtype), delta.to(dtype), arguments)]
 
 

@@ -28,6 +28,8 @@ formed in full precision, and their sum is as much work again. In shorter format
 the two is kept."""
 _FEW = 1 << 20
 """Elements of gradients whose norms are taken all together: they are still in some cache when the last is formed."""
+_ROUNDINGS = 32
+"""Units of rounding that a sum in full precision may be off by, of what its terms add up to without their signs."""
 
 
 def conv_piece(x: Tensor, delta: Tensor, arguments: ConvolutionArguments, room: ReusableBuffer | None = None) -> Piece:
@@ -71,9 +73,12 @@ class Convolution(Piece):
             return self._gram_norms(geometry.left)
         # whitening acts on positions, in a product for each example, or on columns, in one for all
         early, keep = 2 * prod(self.delta.shape[2:]) < prod(self.shape[1:]), self.worth_keeping()
-        if early and self.delta.dtype == at_least_single(self.delta.dtype):
-            return self._form(geometry.left, None, keep=keep)
-        return self._form(None, geometry.left, keep=keep)
+        early = early and self.delta.dtype == at_least_single(self.delta.dtype)
+        squares = self._form(*((geometry.left, None) if early else (None, geometry.left)), keep=keep)
+        if keep:
+            return squares
+        # the sum rounds in its own way: what cancels in one of the two may be left in the other
+        return squares.sqrt_().add_(self.lost_in_sums() / geometry.smallest).square_()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self._slabs is not None:
@@ -82,6 +87,15 @@ class Convolution(Piece):
                 total = self._whitened_by.colour(total)
             return self._as_weight(total)[0].contiguous()
         return self._short_sum(weights) if self._is_summed_short() else self._native_sum(weights)
+
+    def lost_in_sums(self) -> Tensor:
+        """Return what sums in full precision may lose of each gradient that is not kept.
+
+        Its terms are δ times patches of x, whatever they cancel to (Cauchy-Schwarz).
+        """
+        dtype = at_least_single(self.x.dtype)
+        sizes = [torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype) for each in (self.x, self.delta)]
+        return sizes[0] * sizes[1] * (_ROUNDINGS * torch.finfo(dtype).eps * prod(self.shape[2:]) ** 0.5)
 
     def forming_error(self) -> float:
         """Return the relative error of products where gradients are formed: TF32's, as in torch's own convolutions.

@@ -29,7 +29,7 @@ from dphero.gradients.piece import Explicit, Piece
 from dphero.layers import register
 from dphero.layers.call import LayerCall
 from dphero.numerics.buffers import ReusableBuffer
-from dphero.numerics.precision import as_multiplied, at_least_single, conv_tf32, matmul_tf32
+from dphero.numerics.precision import as_multiplied, conv_tf32, matmul_tf32
 from dphero.numerics.products import product
 
 _EPSILON = 1e-4
@@ -150,19 +150,8 @@ class Standardised(Piece):
         ones = F.avg_pool2d(x.sum(1, keepdim=True), kernel, arguments.stride, arguments.padding, divisor_override=1)
         mean = product(delta.flatten(2), ones.flatten(2).mT).squeeze(2) / weight[0].numel() ** 0.5
         along = (delta * out).sum((2, 3))
-        fine = self._fine()
+        fine = self.inner.lost_in_sums()  # of h; and no more of c and a, since ‖ŵ‖ ≤ 1
         return self._square_norms(self.inner.square_norms(identity(self.shape)), mean, along, fine)
-
-    def _fine(self) -> Tensor:
-        """Return what sums in full precision may lose.
-
-        The terms of h, c and a are δ times patches of x, whatever they cancel to (Cauchy-Schwarz; ‖ŵ‖ ≤ 1).
-        """
-        dtype = at_least_single(self.inner.x.dtype)
-        sizes = [
-            torch.linalg.vector_norm(each.flatten(1), dim=1, dtype=dtype) for each in (self.inner.x, self.inner.delta)
-        ]
-        return sizes[0] * sizes[1] * (_ROUNDINGS * torch.finfo(dtype).eps * self.weight.shape[2:].numel() ** 0.5)
 
     def _sized(self) -> Tensor:
         """Return ‖g‖², with room for rounding, from h, some examples at a time."""
@@ -173,7 +162,7 @@ class Standardised(Piece):
         squares, mean, along = (torch.cat(parts) for parts in zip(*found, strict=True))
         # where these very gradients are summed, no more is lost than of them
         own = squares.sqrt() * (_ROUNDINGS * torch.finfo(squares.dtype).eps)
-        return self._square_norms(squares, mean, along, own if self.inner.is_formed else self._fine())
+        return self._square_norms(squares, mean, along, own if self.inner.is_formed else self.inner.lost_in_sums())
 
     def _square_norms(self, squares: Tensor, mean: Tensor, along: Tensor, fine: Tensor) -> Tensor:
         """Return ‖g‖² from ‖h‖², c and a, with room for what the sums in the three may lose."""
