@@ -101,7 +101,7 @@ ITEMS: Mapping[str, Item] = {
             "How uneven the noise may be: exponent of the rule, and scope (layer or whole model)",
             "Theorem 2, whole model",
             "accuracy over seeds at equal honest ε, by exponent and scope",
-            {"quick": "4 minutes", "full": "hours; a GPU helps"},
+            {"quick": "4 minutes", "full": "two hours"},
             heterogeneity.plan,
             heterogeneity.present,
         ),

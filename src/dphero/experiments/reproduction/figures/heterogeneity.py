@@ -40,7 +40,7 @@ class _Shape:
 SHAPES: Mapping[Size, _Shape] = {
     "tiny": _Shape(MNIST["tiny"], (3.0,), (0.25,), 2, 512, 4, 1.0),
     "quick": _Shape(MNIST["quick"], (3.0,), (-1.0, 0.25, 1.0), QUICK_SEEDS, 600, 60, 2.0),
-    "full": _Shape(MNIST["full"], (1.0, 3.0), (-1.0, -0.25, 0.125, 0.25, 0.5, 1.0, 2.0), SEEDS, 2000, 900, 2.0),
+    "full": _Shape(MNIST["full"], (3.0,), (-1.0, 0.25, 1.0), SEEDS, 2000, 900, 2.0),
 }
 _SCOPES = {"layer": METHOD_COLOURS["dp-hero"], "model": FURTHER[0]}
 _ISOTROPIC = "isotropic"
