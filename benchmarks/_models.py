@@ -70,7 +70,7 @@ def wrn_16_4() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class _TransformerBlock(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
     def __init__(self, vocabulary: int = 1000, width: int = 512, length: int = 128, depth: int = 6) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(_TransformerBlock(width, 8) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, 8) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _models import TransformerBlock
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -74,6 +75,7 @@ SETTINGS = {
     "scatter-linear": Setting("scatter-linear", 1024, 200, searches=1),
     "tanh-cnn": Setting("tanh-cnn", 2048, 300, start=4.0),
     "tanh-cnn-adam": Setting("tanh-cnn", 2048, 300, optimizer="adam", start=2**-8),
+    "transformer-adam": Setting("transformer", 512, 120, optimizer="adam", start=2**-8, searches=1),
 }
 
 
@@ -115,6 +117,22 @@ VARIANTS = {
 MAIN = tuple(VARIANTS)[:5]
 
 
+class PatchTransformer(nn.Module):
+    """Two layers of attention over the 16 patches of an image, of width 48; classified from their mean."""
+
+    def __init__(self, side: int = 7, width: int = 48, heads: int = 4, depth: int = 2) -> None:
+        super().__init__()
+        self.side = side
+        self.patches, self.positions = nn.Linear(side * side, width), nn.Embedding((28 // side) ** 2, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(F.unfold(x, self.side, stride=self.side).mT)
+        h = h + self.positions(torch.arange(h.shape[1], device=x.device))
+        return self.head(self.norm(self.blocks(h)).mean(1))
+
+
 @cache
 def mnist() -> data.Data:
     return data.load("mnist")
@@ -131,6 +149,9 @@ def examples(model: str) -> tuple[Tensor, Tensor]:
 
 
 def build(model: str, seed: int) -> nn.Module:
+    if model == "transformer":
+        torch.manual_seed(seed)
+        return PatchTransformer().to(DEVICE)
     if model == "linear":
         torch.manual_seed(seed)
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).to(DEVICE)
